@@ -15,7 +15,8 @@ import pytest
 from decode_on_host import CACHES, PLANS, case_and_plan, check_on_host
 from host_build import changed_kernels, compiled_once, compiled_to_be_watched, replace_once
 
-pytestmark = pytest.mark.no_gpu
+# The gradient's races are watched in every run: `test_gradient_on_host.py`.
+pytestmark = [pytest.mark.no_gpu, pytest.mark.long]
 
 CASES = [(layouts, plan) for layouts in CACHES for plan in PLANS]
 
@@ -38,9 +39,6 @@ def test_barriers_that_order_accesses_and_those_that_do_not(seed, control):
             assert (control.races_found() == 0) == ordered, (number, ordered)
 
 
-@pytest.mark.always(
-    "V4_FP8+V4_FP8-persistent, by lengths", "V32_FP8+V32_FP8-wide cluster", "V4_BF16+V4_BF16-wide cluster"
-)
 @pytest.mark.parametrize(("layouts", "plan"), CASES, ids=lambda x: x if isinstance(x, str) else "+".join(x))
 def test_accesses_have_an_order(layouts, plan, library):
     case, how = case_and_plan(layouts, plan)
@@ -62,7 +60,6 @@ ORDERS = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("file", "line", "other", "plan"), ORDERS, ids=lambda x: x.partition(";")[0])
 def test_a_missing_order_is_found(file, line, other, plan, tmp_path):
     changed = changed_kernels("sparse_decode", tmp_path)

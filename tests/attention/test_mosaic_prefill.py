@@ -81,6 +81,7 @@ def test_few_heads_are_the_columns_of_a_product(heads, columns, qk_dim):
         assert operation not in text, "heads and columns are padded inside the kernel"
 
 
+@pytest.mark.always(2)
 @pytest.mark.parametrize("heads, qk_dim", [(33, 512), (64, 512), (128, 512), (17, 576), (32, 576)])
 def test_other_heads_are_the_rows(heads, qk_dim):
     """More heads, and those of which two teams' arrays do not fit in shared memory."""

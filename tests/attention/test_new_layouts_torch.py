@@ -78,6 +78,7 @@ def far_apart(view: torch.Tensor, gap: int) -> torch.Tensor:
     return data.as_strided(view.shape, (page_bytes + gap, *view.stride()[1:]))
 
 
+@pytest.mark.always(5)
 @pytest.mark.parametrize("layout, extra", [*PAIRS[:3], ("V4_BF16",) * 2, ("V32_BF16",) * 2])
 @pytest.mark.parametrize("backend, gap", [("triton", 8), ("hopper", 16)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of NaN in the interpreter

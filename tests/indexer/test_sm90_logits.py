@@ -66,7 +66,7 @@ def sizes_here(rows: int, heads: int, pages: int, page_size: int) -> tuple[int, 
     return (rows if ON_GPU else rows % 17 + 5), heads, pages, page_size
 
 
-@pytest.mark.always(10 if ON_GPU else 4)
+@pytest.mark.always(10 if ON_GPU else 2)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_logits(shape, shared, logits):
@@ -92,6 +92,7 @@ def test_neither_thread_blocks_nor_turns_change_a_bit(logits):
 
 
 @pytest.mark.skipif(ON_GPU, reason="looks at operands while their product is under way")
+@pytest.mark.always(1)
 @pytest.mark.parametrize("seed", (2, 3, 4))
 def test_no_copy_goes_where_products_of_a_row_without_keys_read(seed, logits):
     case = logits_case(np.random.default_rng(seed), 21, 64, 9, 64, shared=False)

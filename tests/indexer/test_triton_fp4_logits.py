@@ -135,7 +135,7 @@ def test_what_e5m2_holds_is_scored_once(named, monkeypatch):
 
 
 @pytest.mark.skipif(ON_GPU, reason="by the interpreter; compute-sanitizer looks on a GPU")
-@pytest.mark.always(6)
+@pytest.mark.always(2)
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("shape", BOUND_SHAPES, ids=str)
 def test_no_access_leaves_the_tensors(shape, tiles, monkeypatch):
@@ -157,7 +157,7 @@ def test_no_access_leaves_the_tensors(shape, tiles, monkeypatch):
             assert sum(touched) >= rows * capacity
 
 
-@pytest.mark.always(4)
+@pytest.mark.always(2)
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("page_size", [64, 32, 16])
 @pytest.mark.parametrize("far", [0, 200, 383], ids="key {}".format)

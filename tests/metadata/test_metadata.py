@@ -62,6 +62,7 @@ def test_v32_equals_brute_force(mode, seed, hostile, max_seq_len):
     assert_v32(TINY_V32, mode, make_batch(rng, mode, hostile=hostile), table, max_seq_len)
 
 
+@pytest.mark.always(3)
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: m.name)
 def test_the_real_models_under_jit(mode):
     rng = np.random.default_rng(1)

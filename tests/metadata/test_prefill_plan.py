@@ -149,7 +149,7 @@ def assert_plan(fields, table, to_swa, ratio, capacities, max_seq_len, build=bui
     room=st.sampled_from([(AMPLE, 40), (AMPLE, MAX_LEN), (TIGHT, MAX_LEN)]),
     hostile=st.booleans(),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_plan_equals_brute_force(seed, ratio, room, hostile):
     capacities, max_seq_len = room
     case = make_case(np.random.default_rng(seed), hostile=hostile)

@@ -105,7 +105,7 @@ LENGTHS = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     shape=st.sampled_from(SHAPES),
     main=st.sampled_from(sorted(LENGTHS)),

@@ -16,8 +16,8 @@ def of_four_devices(request):
     return results(start(*chosen, devices=4))
 
 
-@pytest.mark.always("refusals")
-@pytest.mark.parametrize("case", ["refusals", "v4", "made_cut"])
+@pytest.mark.always("refusals", "one_layer")
+@pytest.mark.parametrize("case", ["refusals", "one_layer", "v4", "made_cut"])
 def test_every_layout_gives_the_tokens_of_one_device(of_four_devices, case):
     """Requests and heads over two devices each."""
     assert of_four_devices[case] == "", of_four_devices[case]
@@ -37,6 +37,7 @@ def test_other_models_and_steps_over_a_mesh(case):
     assert failure == "", failure
 
 
+@pytest.mark.long
 def test_two_processes():
     """Context parallel decode and an engine over two processes: both know all tokens, and one checks them."""
     with socket.socket() as free:

@@ -133,6 +133,11 @@ def v4():
     layouts(V4, [(2, 2)])
 
 
+def one_layer():
+    kinds = dict(num_hidden_layers=1, layer_types=["sliding_attention"], mlp_layer_types=["moe"])
+    layouts(V4 | kinds, [(2, 2)])
+
+
 def v4_requests():
     layouts(V4, [(4, 1)])
 
@@ -213,10 +218,8 @@ def refusals():
         assert_refused(call, words)
 
 
-CASES = {
-    case.__name__: case
-    for case in (v4, v4_requests, v4_heads, glm53, v32, drafts_and_prefixes, draft_layers, made_cut, refusals)
-}
+_CASES = v4, v4_requests, v4_heads, glm53, v32, drafts_and_prefixes, draft_layers, made_cut, one_layer, refusals
+CASES = {case.__name__: case for case in _CASES}
 
 
 def over_processes(index, port):

@@ -174,6 +174,7 @@ def shifted(x: torch.Tensor, elements: int = 1) -> torch.Tensor:
     return x.new_empty(x.numel() + elements)[elements:].view(x.shape).copy_(x)
 
 
+@pytest.mark.always(2)
 def test_strided_queries_and_indices(backend):
     case = per_request(extra=(40, 2))
     arguments = calls.decode_arguments(case)
@@ -183,6 +184,7 @@ def test_strided_queries_and_indices(backend):
         check_decode(case, flash_mla_with_kvcache(**arguments | {name: changed}))
 
 
+@pytest.mark.always(2)
 def test_strided_prefill(backend):
     case = small_prefill(heads=64)
     arguments = calls.prefill_arguments(case)
@@ -316,6 +318,7 @@ def test_scales_of_numpy(backend):
     check_prefill(small, prefill(small, sm_scale=np.float32(0.0625)))
 
 
+@pytest.mark.always(2)
 def test_a_schedule_is_reused_by_calls_of_its_shape(backend):
     case = per_request(heads=64)
     meta = get_mla_metadata()[0]
@@ -328,6 +331,7 @@ def test_a_schedule_is_reused_by_calls_of_its_shape(backend):
         decode(other, tile_scheduler_metadata=meta)
 
 
+@pytest.mark.always(2)
 def test_large_batches_go_in_chunks(backend, monkeypatch):
     if ON_GPU:
         pytest.skip("by the stub's count of calls")
@@ -337,6 +341,7 @@ def test_large_batches_go_in_chunks(backend, monkeypatch):
     assert len(stub.CALLS) == (3 if backend == "flashmla" else 0)
 
 
+@pytest.mark.always(3)
 @pytest.mark.parametrize("empty", ["indices", "extra_indices_in_kvcache"])
 def test_a_table_without_a_column_is_left_out(backend, empty):
     """What remains is a call of the other table."""

@@ -288,7 +288,7 @@ def decode_tokens(ratio, count, monkeypatch, **options):
     return out, selected[-1]
 
 
-@pytest.mark.always("None-triton", "4-triton")
+@pytest.mark.always("None-triton")
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("hopper", "triton")])
 @pytest.mark.parametrize("ratio", [None, 0, 4, 128])
 def test_a_row_does_not_depend_on_the_number_of_rows(ratio, backend, monkeypatch):

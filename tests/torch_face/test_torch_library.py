@@ -123,6 +123,7 @@ def test_split_pages_are_those_of_the_jax_function(device):
     assert torch.equal(apart[:, :16], out) and (apart[:, 16:] == 7).all()
 
 
+@pytest.mark.always(4)
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("functions", [OPS, merge], ids=["operators", "kernel"])
@@ -259,6 +260,7 @@ def test_compiled_into_given_results(device):
         compiled(*arguments, out=wrong)
 
 
+@pytest.mark.always(1)
 @pytest.mark.parametrize("which", ["kv", "indices"])
 def test_several_kv_heads_are_refused_in_a_graph_too(device, which):
     """The first was read, and the others were not."""
