@@ -155,7 +155,7 @@ def export_request(engine: Engine, request: Request, path: str | os.PathLike) ->
         raise ValueError("export_request: the request must be in service, with tokens cached")
     place = _place(engine, request)
     tensors = {"tokens": torch.tensor(request.tokens, dtype=torch.int32)}
-    for i in range(len(engine.ratios)):
+    for i in range(len(engine.model.ratios)):
         parts = read_cache(engine.layer_cache(i), place)
         tensors |= {f"layers.{i}.{name}": x.contiguous() for name, x in parts.items()}
     description = {**_cache_description(engine), "prompt_tokens": len(request.prompt), "computed": request.computed}
@@ -187,7 +187,7 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
         if (there := description.get(name)) != here:
             raise ValueError(f"import_request: {name} is {there} in {path}, and {here} here")
     request = _new_request(engine, description, tensors.pop("tokens", None), max_new_tokens)
-    parts = [{} for _ in engine.ratios]
+    parts = [{} for _ in engine.model.ratios]
     for name, x in tensors.items():
         layer, _, field = name.removeprefix("layers.").partition(".")
         if not name.startswith("layers.") or layer not in map(str, range(len(parts))):
@@ -225,7 +225,7 @@ def _cache_description(engine: Engine) -> dict[str, Any]:
         "kv_layout": (cache.swa if spec.windowed else cache.kv).layout.name,
         "page_size": spec.page_size,
         "window": spec.window,
-        "layer_ratios": list(engine.ratios),
+        "layer_ratios": list(engine.model.ratios),
     }
 
 

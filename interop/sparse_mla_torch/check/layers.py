@@ -18,20 +18,10 @@ _INDEXERS = (v4.DeepseekV4Indexer, v32.DeepseekV32Indexer, glm.GlmMoeDsaIndexer,
 
 
 class Layer:
-    """The attention module of one layer.
+    """The attention module of one layer, by transformers, the model's rotary embedding, and the layer's kind."""
 
-    Args:
-      module: transformers' module.
-      rotary: the model's rotary embedding.
-      kind: the layer's kind in the model's spec.
-
-    Attributes:
-      has_indexer: whether it attends to entries that an indexer selects.
-      shares: whether it has no indexer of its own and takes what the last layer with one selected.
-    """
-
-    has_indexer = True
-    shares = False
+    has_indexer = True  # whether it attends to entries that an indexer selects
+    shares = False  # whether it has no indexer of its own and takes what the last layer with one selected
 
     def __init__(self, module: torch.nn.Module, rotary: torch.nn.Module, kind: LayerKind):
         self.module, self.rotary, self.ratio = module, rotary, kind.ratio
