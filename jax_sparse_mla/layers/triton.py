@@ -279,23 +279,14 @@ class Compressing(NamedTuple):
 
 
 class LayerConstants(NamedTuple):
-    """A layer's constants when it is traced.
+    """A layer's constants when it is traced."""
 
-    Attributes:
-      layout: of the cached rows.
-      ratio: tokens of an entry, 0 without a compressor.
-      page_sizes: tokens of a page of the sliding window, and entries of a page of the compressed cache.
-      layers: layers whose caches and states are in the arrays, and which of them this one is.
-      params: layers whose parameters are in the arrays, and which of them this one is.
-      norm_eps: of the compressor's norm, and of the indexer's.
-    """
-
-    layout: KVLayout
-    ratio: int
-    page_sizes: tuple[int, int]
-    layers: tuple[int, int]
-    params: tuple[int, int]
-    norm_eps: tuple[float, float]
+    layout: KVLayout  # of the cached rows
+    ratio: int  # tokens of an entry, 0 without a compressor
+    page_sizes: tuple[int, int]  # tokens of a page of the sliding window, and entries of one of the compressed cache
+    layers: tuple[int, int]  # layers whose caches and states are in the arrays, and which of them this one is
+    params: tuple[int, int]  # layers whose parameters are in the arrays, and which of them this one is
+    norm_eps: tuple[float, float]  # of the compressor's norm, and of the indexer's
 
 
 NOTHING = Compressing(*[None] * 8)
