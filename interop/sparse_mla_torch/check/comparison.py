@@ -70,7 +70,7 @@ def compare_layers(
       requests: the requests of that run.
       indices: of the layers; all by default.
     """
-    layers, trace = layers_of(model, engine.spec, engine.model.ratios), engine.trace
+    layers, trace = layers_of(model, engine.spec), engine.trace
     indices = range(len(layers)) if indices is None else indices
     finished: dict[int, EagerRun] = {}
     futures = [TRANSFORMERS.submit(_run_eager, model, layers, index, trace, requests, finished) for index in indices]
