@@ -218,7 +218,7 @@ def _check_model(function: str, engine: Engine) -> None:
 
 
 def _cache_description(engine: Engine) -> dict[str, Any]:
-    """What two engines must agree in."""
+    """The properties that two engines must share."""
     cache, spec = engine.layer_cache(0), engine.spec
     return {
         "model": spec.name,
@@ -243,7 +243,7 @@ def _read_file(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch
 
 
 def _parse(path: str | os.PathLike, text: str) -> dict[str, Any]:
-    """What a file says of its request: numbers, strings, and lists of them."""
+    """The description of a file's request: numbers, strings, and lists of them."""
     try:
         description = json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: brackets within brackets, a thousand deep
