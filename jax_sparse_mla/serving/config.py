@@ -88,7 +88,7 @@ class HyperConnections:
     streams: int
     iterations: int
     eps: float
-    has_head: bool
+    has_head: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -451,7 +451,7 @@ def _glm53(read: _Reader, spec: ModelSpec) -> Glm53Config:
     return _latent_config_of(Glm53Config, read, spec, norm_eps=1e-5, nope_dim=256, v_dim=256)(
         linear=linear,
         kda=_kda(read),
-        streams=_streams(read, has_head=False),
+        streams=_streams(read),
         moe=_experts_in_groups(read, groups=1, top_groups=1, limit=float(read("swiglu_limit", default=10.0))),
     )
 
@@ -470,7 +470,7 @@ def _kda(read: _Reader) -> KDA:
     )
 
 
-def _streams(read: _Reader, *, has_head: bool) -> HyperConnections:
+def _streams(read: _Reader, *, has_head: bool = False) -> HyperConnections:
     return HyperConnections(
         has_head=has_head,
         streams=read("hc_mult", default=4),

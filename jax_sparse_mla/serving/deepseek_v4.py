@@ -28,7 +28,7 @@ from jax_sparse_mla.serving.layers import linear, matmul, normalised, rms_norm, 
 from jax_sparse_mla.serving.params import DraftParams, LatentNorms, LayerParams
 from jax_sparse_mla.serving.tensors import Tensors
 
-# The draft layer's projections, each with how many of token and state it reads, and its last norm.
+# The draft layer's projections, each with how many rows it reads (the token's, the state's), and its last norm.
 DRAFT_PROJECTIONS, DRAFT_NORM = {"e_proj": 1, "h_proj": 1}, "norm.weight"
 
 
