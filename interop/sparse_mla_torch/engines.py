@@ -108,8 +108,7 @@ def sglang_step(
             num_draft_tokens=num_draft_tokens,
         ),
         RequestTables(
-            req_to_token=table,
-            full_to_swa=None if full_to_swa is None else check.values("full_to_swa", full_to_swa),
+            req_to_token=table, full_to_swa=None if full_to_swa is None else check.values("full_to_swa", full_to_swa)
         ),
     )
 

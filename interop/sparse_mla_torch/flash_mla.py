@@ -156,17 +156,9 @@ def flash_mla_with_kvcache(
         tile_scheduler_metadata = _use_schedule(tile_scheduler_metadata, call)
     if out is None:
         return call.run(  # as `*tensors`, but that takes longer
-            q,
-            k_cache,
-            indices,
-            topk_length,
-            extra_k_cache,
-            extra_indices_in_kvcache,
-            extra_topk_length,
-            attn_sink,
-            tile_scheduler_metadata,
-            None,
-        )
+            q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length,
+            attn_sink, tile_scheduler_metadata, None,
+        )  # fmt: skip
     batch, s_q, heads, _ = q.shape
     shapes = [(batch, s_q, heads, 512), (batch, heads, s_q)]
     out = _checked_out(options[0], out, shapes, q)

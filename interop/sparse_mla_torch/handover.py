@@ -155,7 +155,7 @@ def export_request(engine: Engine, request: Request, path: str | os.PathLike) ->
         raise ValueError("export_request: the request must be in service, with tokens cached")
     place = _place(engine, request)
     tensors = {"tokens": torch.tensor(request.tokens, dtype=torch.int32)}
-    for i in range(len(engine.ratios)):
+    for i in range(len(engine.model.ratios)):
         parts = read_cache(engine.layer_cache(i), place)
         tensors |= {f"layers.{i}.{name}": x.contiguous() for name, x in parts.items()}
     description = {**_cache_description(engine), "prompt_tokens": len(request.prompt), "computed": request.computed}
@@ -187,7 +187,7 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
         if (there := description.get(name)) != here:
             raise ValueError(f"import_request: {name} is {there} in {path}, and {here} here")
     request = _new_request(engine, description, tensors.pop("tokens", None), max_new_tokens)
-    parts = [{} for _ in engine.ratios]
+    parts = [{} for _ in engine.model.ratios]
     for name, x in tensors.items():
         layer, _, field = name.removeprefix("layers.").partition(".")
         if not name.startswith("layers.") or layer not in map(str, range(len(parts))):
@@ -218,14 +218,14 @@ def _check_model(function: str, engine: Engine) -> None:
 
 
 def _cache_description(engine: Engine) -> dict[str, Any]:
-    """What two engines must agree in."""
+    """The properties that two engines must share."""
     cache, spec = engine.layer_cache(0), engine.spec
     return {
         "model": spec.name,
         "kv_layout": (cache.swa if spec.windowed else cache.kv).layout.name,
         "page_size": spec.page_size,
         "window": spec.window,
-        "layer_ratios": list(engine.ratios),
+        "layer_ratios": list(engine.model.ratios),
     }
 
 
@@ -243,7 +243,7 @@ def _read_file(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch
 
 
 def _parse(path: str | os.PathLike, text: str) -> dict[str, Any]:
-    """What a file says of its request: numbers, strings, and lists of them."""
+    """The description of a file's request: numbers, strings, and lists of them."""
     try:
         description = json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: brackets within brackets, a thousand deep

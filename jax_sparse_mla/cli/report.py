@@ -64,7 +64,7 @@ def print_accepted(accepted: collections.Counter[int]) -> None:
 def print_routes(setup: Any, engine: Any) -> None:
     """Prints the attention that the programs of each kind of step called, and for which layers."""
     modes = {ForwardMode.EXTEND: "prefill", ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
-    layers = dict.fromkeys(layer_kind(setup.spec, ratio) for ratio in sorted(set(engine.ratios)))
+    layers = dict.fromkeys(layer_kind(setup.spec, ratio) for ratio in sorted(set(engine.model.ratios)))
     for mode, step in modes.items():
         # In the order in which programs were made, each once.
         calls = [call for program, calls in engine.routes.items() if program.mode is mode for call in sorted(calls)]

@@ -116,15 +116,7 @@ def check_v4_layer(
 
 
 def check_v41_layer(
-    cache: Any,
-    rows: Any,
-    params: Any,
-    step: LayerStep,
-    *,
-    spec: V41Spec,
-    layer: V41Layer,
-    source: Any,
-    selected: Any,
+    cache: Any, rows: Any, params: Any, step: LayerStep, *, spec: V41Spec, layer: V41Layer, source: Any, selected: Any
 ) -> LayerKind:
     """Refuses what `v41_layer` cannot serve; its arguments under its names. Returns the layer's kind.
 
@@ -193,14 +185,7 @@ def _check_state(
 
 
 def check_v32_layer(
-    cache: Any,
-    rows: Any,
-    batch: ForwardBatch,
-    index_scores: Any,
-    selected: Any,
-    index_ape: Any,
-    *,
-    spec: ModelSpec,
+    cache: Any, rows: Any, batch: ForwardBatch, index_scores: Any, selected: Any, index_ape: Any, *, spec: ModelSpec
 ) -> None:
     """Refuses what `v32_layer` cannot serve; its arguments under its names.
 

@@ -29,21 +29,13 @@ from jax_sparse_mla.models import LayerKind, ModelSpec
 
 
 class IndexedEntries(NamedTuple):
-    """The entries that an indexer selects among.
+    """The entries that an indexer selects among."""
 
-    Attributes:
-      index_k: their index keys.
-      lengths: int32 `[T]`, how many of them each row sees.
-      page_table: int32, the pages of each row's entries `[T, P]`, or of each request's `[B, P]`.
-      row_to_request: int32 `[T]`, the row of each query in a table of requests; None with a table of rows.
-      page_size: entries of a page.
-    """
-
-    index_k: jax.Array | IndexKeys
-    lengths: jax.Array
-    page_table: jax.Array
-    row_to_request: jax.Array | None
-    page_size: int
+    index_k: jax.Array | IndexKeys  # their index keys
+    lengths: jax.Array  # int32 `[T]`, how many of them each row sees
+    page_table: jax.Array  # int32, the pages of each row's entries `[T, P]`, or of each request's `[B, P]`
+    row_to_request: jax.Array | None  # int32 `[T]`, the row of each query in a table of requests; None: of rows
+    page_size: int  # entries of a page
 
 
 def windowed_layer(

@@ -124,15 +124,9 @@ def v4_layer_kernel(
         if task < num_rows:
             rows = index_kv_ptr, index_score_ptr
             carry_rows(
-                rows,
-                (index_state_kv_ptr, index_state_score_ptr, first_request),
-                step,
-                task + tl.arange(0, 1),
-                RING,
-                OVERLAP * _DIM,
-                OVERLAP * _DIM,
-                True,
-            )
+                rows, (index_state_kv_ptr, index_state_score_ptr, first_request), step, task + tl.arange(0, 1),
+                RING, OVERLAP * _DIM, OVERLAP * _DIM, True,
+            )  # fmt: skip
             live, _, position = load_live(step, task)
             if live & (position % RATIO == RATIO - 1):
                 params = (
@@ -142,21 +136,9 @@ def v4_layer_kernel(
                     index_norm_eps,
                 )
                 entry = window_entry(
-                    rows,
-                    (index_state_kv_in_ptr, index_state_score_in_ptr, first_request),
-                    step,
-                    params,
-                    task,
-                    RATIO,
-                    OVERLAP,
-                    WINDOW_POW2,
-                    UNROLL,
-                    LOADED,
-                    RING,
-                    _DIM,
-                    _DIM,
-                    ROPE_DIM,
-                )
+                    rows, (index_state_kv_in_ptr, index_state_score_in_ptr, first_request), step, params, task,
+                    RATIO, OVERLAP, WINDOW_POW2, UNROLL, LOADED, RING, _DIM, _DIM, ROPE_DIM,
+                )  # fmt: skip
                 # If Triton sees that `entry` is two joined halves, it orders the dot's sums differently and the bits
                 # differ from `write_index_k`. Summing over one element hides the join.
                 entry = tl.sum(entry.to(tl.float32)[:, None], axis=1).to(tl.bfloat16)
@@ -174,15 +156,9 @@ def v4_layer_kernel(
         if (task >= 0) & (task < num_rows):
             rows = compressed_kv_ptr, compressed_score_ptr
             carry_rows(
-                rows,
-                (state_kv_ptr, state_score_ptr, first_request),
-                step,
-                task + tl.arange(0, 1),
-                RING,
-                OVERLAP * QK_DIM,
-                COLUMNS,
-                True,
-            )
+                rows, (state_kv_ptr, state_score_ptr, first_request), step, task + tl.arange(0, 1),
+                RING, OVERLAP * QK_DIM, COLUMNS, True,
+            )  # fmt: skip
             live, _, position = load_live(step, task)
             if live & (position % RATIO == RATIO - 1):
                 params = (
@@ -192,36 +168,17 @@ def v4_layer_kernel(
                     norm_eps,
                 )
                 entry = window_entry(
-                    rows,
-                    (state_kv_in_ptr, state_score_in_ptr, first_request),
-                    step,
-                    params,
-                    task,
-                    RATIO,
-                    OVERLAP,
-                    WINDOW_POW2,
-                    UNROLL,
-                    LOADED,
-                    RING,
-                    QK_DIM,
-                    QK_DIM,
-                    ROPE_DIM,
-                )
+                    rows, (state_kv_in_ptr, state_score_in_ptr, first_request), step, params, task,
+                    RATIO, OVERLAP, WINDOW_POW2, UNROLL, LOADED, RING, QK_DIM, QK_DIM, ROPE_DIM,
+                )  # fmt: skip
                 bits = tl.reshape(entry, [QK_DIM // _CHUNK, _CHUNK]).to(tl.int16, bitcast=True).to(tl.int32)
                 store_row(
                     bits & 0xFFFF,
                     at_page(compressed_ptr, layer * compressed_pages, COMPRESSED_PAGE_BYTES),
                     tl.load(entry_slots_ptr + task),
-                    compressed_pages,
-                    COMPRESSED_PAGE_SIZE,
-                    COMPRESSED_PAGE_BYTES,
-                    DATA_BYTES,
-                    FOOTER_BYTES,
-                    QK_DIM,
-                    FP8_DIM,
-                    MIN_SCALE_EXPONENT,
-                    HARDWARE_FP8,
-                )
+                    compressed_pages, COMPRESSED_PAGE_SIZE, COMPRESSED_PAGE_BYTES,
+                    DATA_BYTES, FOOTER_BYTES, QK_DIM, FP8_DIM, MIN_SCALE_EXPONENT, HARDWARE_FP8,
+                )  # fmt: skip
         task -= num_rows
 
     if INDEXED:
@@ -245,16 +202,9 @@ def v4_layer_kernel(
             load_bfloat16_bits(kv_ptr + at, (chunk >= 0)[:, None]),
             at_page(swa_ptr, layer * swa_pages, SWA_PAGE_BYTES),
             tl.load(swa_slots_ptr + task),
-            swa_pages,
-            SWA_PAGE_SIZE,
-            SWA_PAGE_BYTES,
-            DATA_BYTES,
-            FOOTER_BYTES,
-            QK_DIM,
-            FP8_DIM,
-            MIN_SCALE_EXPONENT,
-            HARDWARE_FP8,
-        )
+            swa_pages, SWA_PAGE_SIZE, SWA_PAGE_BYTES,
+            DATA_BYTES, FOOTER_BYTES, QK_DIM, FP8_DIM, MIN_SCALE_EXPONENT, HARDWARE_FP8,
+        )  # fmt: skip
         if SINKS > 0:  # noqa: SIM102  what is constant decides alone what is compiled
             if task == 0:
                 head = tl.arange(0, SINKS_POW2)
@@ -279,23 +229,14 @@ class Compressing(NamedTuple):
 
 
 class LayerConstants(NamedTuple):
-    """A layer's constants when it is traced.
+    """A layer's constants when it is traced."""
 
-    Attributes:
-      layout: of the cached rows.
-      ratio: tokens of an entry, 0 without a compressor.
-      page_sizes: tokens of a page of the sliding window, and entries of a page of the compressed cache.
-      layers: layers whose caches and states are in the arrays, and which of them this one is.
-      params: layers whose parameters are in the arrays, and which of them this one is.
-      norm_eps: of the compressor's norm, and of the indexer's.
-    """
-
-    layout: KVLayout
-    ratio: int
-    page_sizes: tuple[int, int]
-    layers: tuple[int, int]
-    params: tuple[int, int]
-    norm_eps: tuple[float, float]
+    layout: KVLayout  # of the cached rows
+    ratio: int  # tokens of an entry, 0 without a compressor
+    page_sizes: tuple[int, int]  # tokens of a page of the sliding window, and entries of one of the compressed cache
+    layers: tuple[int, int]  # layers whose caches and states are in the arrays, and which of them this one is
+    params: tuple[int, int]  # layers whose parameters are in the arrays, and which of them this one is
+    norm_eps: tuple[float, float]  # of the compressor's norm, and of the indexer's
 
 
 NOTHING = Compressing(*[None] * 8)

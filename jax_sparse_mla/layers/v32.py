@@ -95,12 +95,7 @@ def v32_layer(
 
 
 def _with_index_k(
-    cache: V32LayerCache,
-    rows: V32Rows,
-    batch: ForwardBatch,
-    metadata: V32Metadata,
-    ape: jax.Array | None,
-    pool: int,
+    cache: V32LayerCache, rows: V32Rows, batch: ForwardBatch, metadata: V32Metadata, ape: jax.Array | None, pool: int
 ) -> V32LayerCache:
     """The cache with the index keys of the step's tokens, or of the pools that they finish."""
     keys, slots = rows.index_k, metadata.out_cache_loc

@@ -40,17 +40,12 @@ MAX_ROWS = 1024
 
 
 class Written(NamedTuple):
-    """The layer's caches with the step's rows in them, and the inputs of its selection and its attention.
-
-    Attributes:
-      cache: the updated caches and states.
-      attn_sink: float32 `[heads]` of this layer.
-      index_q, index_weights: float8_e4m3fn `[T, index_heads, 128]`, and float32 `[T, index_heads]` with the scales of
-        index_q multiplied in; None where no compressor makes index keys.
-    """
+    """The layer's caches with the step's rows in them, and the inputs of its selection and its attention."""
 
     cache: V4LayerCache
-    attn_sink: jax.Array
+    attn_sink: jax.Array  # float32 `[heads]` of this layer
+    # Float8_e4m3fn `[T, index_heads, 128]`, and float32 `[T, index_heads]` with its scales multiplied in; None where no
+    # compressor makes index keys.
     index_q: jax.Array | None = None
     index_weights: jax.Array | None = None
 
@@ -124,13 +119,7 @@ def _write(cache, rows, params, step, *, kind, rows_each, fp4_rows):
 
 
 def write_layer_reference(
-    cache: V4LayerCache,
-    rows: V4Rows,
-    params: V4LayerParams,
-    step: Step,
-    *,
-    kind: LayerKind,
-    fp4_rows: bool = False,
+    cache: V4LayerCache, rows: V4Rows, params: V4LayerParams, step: Step, *, kind: LayerKind, fp4_rows: bool = False
 ) -> Written:
     """`write_layer` by the library's functions one after the other."""
     swa, sink = write_kv(cache.swa, step.swa_slots, rows.kv), params.share_of(params.attn_sink)

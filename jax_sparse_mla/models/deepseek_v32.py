@@ -52,11 +52,14 @@ def _spec_of(config: Any) -> ModelSpec:
 
 
 def _layer_kinds(config: Any) -> tuple[LayerKind, ...]:
-    """The kind of each layer; () where the config does not say how many there are."""
+    """The kind of each layer; () where the config does not say it, which `indexed_layers` refuses."""
     if not is_int(reader(config)("num_hidden_layers")):
         return ()
+    try:
+        _, indexed = _layers_with_indexer(config)
+    except ValueError:
+        return ()
     indexing = kind_of_ratio(0, window=None)
-    _, indexed = _layers_with_indexer(config)
     sharing = dataclasses.replace(indexing, selects="shared")
     return tuple(indexing if has_indexer else sharing for has_indexer in indexed)
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from jax_sparse_mla.kv_cache.layout import KVLayout
-from jax_sparse_mla.models.config import layout_of, reader
+from jax_sparse_mla.models.config import is_int, layout_of, reader
 from jax_sparse_mla.models.kinds import kind_of_ratio
 from jax_sparse_mla.models.spec import ModelSpec, reads
 
@@ -15,7 +15,8 @@ _V4_LAYER_KIND = {"sliding_attention": 0, "compressed_sparse_attention": 4, "hea
 
 
 def v4_layer_ratios(config: Any) -> tuple[int, ...]:
-    """The compress ratio of each layer of a V4 config (mapping or transformers config), in layer order."""
+    """The compress ratio of each layer of a V4 config (mapping or transformers config), in layer order. Released
+    configs give that of the draft layer behind them."""
     read = reader(config)
     if (ratios := read("compress_ratios")) is not None:
         return tuple(ratios)
@@ -34,7 +35,8 @@ def _spec_of(config: Any) -> ModelSpec:
     read = reader(config)
     head_dim = read("head_dim", 512)
     rope_dim = read("qk_rope_head_dim") or round(head_dim * (read("partial_rotary_factor") or 64 / 512))
-    ratios, window = v4_layer_ratios(config), read("sliding_window", 128)
+    ratios, window, num_layers = v4_layer_ratios(config), read("sliding_window", 128), read("num_hidden_layers")
+    layers = ratios[:num_layers] if is_int(num_layers) else ratios
     return ModelSpec(
         name="deepseek_v4",
         num_heads=read("num_attention_heads", 64),
@@ -51,7 +53,7 @@ def _spec_of(config: Any) -> ModelSpec:
         window=window,
         compress_ratios=tuple(sorted(set(ratios))),
         has_attn_sink=True,
-        layers=tuple(kind_of_ratio(ratio, window=window) for ratio in ratios),
+        layers=tuple(kind_of_ratio(ratio, window=window) for ratio in layers),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.kv_cache.layout import KVLayout
-from jax_sparse_mla.models.config import index_dim_of, is_int, layout_of, positive, reader
+from jax_sparse_mla.models.config import index_dim_of, is_int, layout_of, positive, reader, text_config
 from jax_sparse_mla.models.kinds import V41_RATIOS, LayerKind, kind_of_ratio
 from jax_sparse_mla.models.spec import ModelSpec, reads
 
@@ -83,14 +83,8 @@ class V41Layer:
 
 def _v41_reader(config: Any) -> Callable[..., Any]:
     """`read(key, default=None)` of a V4.1 config, whose keys may stand in its text_config; those outside win."""
-    outer = reader(config)
-    inner = reader(text) if (text := outer("text_config")) is not None else lambda key, default=None: default
-
-    def read(key, default=None):
-        value = outer(key)
-        return inner(key, default) if value is None else value
-
-    return read
+    parts = reader(config), reader(text_config(config))
+    return lambda key, default=None: next((value for read in parts if (value := read(key)) is not None), default)
 
 
 def v41_layers(config: Any) -> tuple[V41Layer, ...]:
@@ -177,18 +171,12 @@ def _spec_of(config: Any) -> V41Spec:
             raise ValueError(f"ModelSpec.from_hf_config: the deepseek_v41 config has no {name}")
         return positive(name, value)
 
-    head_dim, rope_dim, index_dim = (
-        need("head_dim"),
-        need("qk_rope_head_dim"),
-        index_dim_of(need("index_head_dim")),
-    )
-    publishes = any(layer.publishes for layer in layers)
+    head_dim, rope_dim = need("head_dim"), need("qk_rope_head_dim")
+    publishes, entries = any(layer.publishes for layer in layers), _V41_PAGE_SIZE // max(V41_RATIOS)
     blocks, block_size = (need(name) if publishes else 0 for name in ("candidate_topk_blocks", "candidate_block_size"))
-    if publishes and (_V41_PAGE_SIZE // max(V41_RATIOS)) % block_size:
-        raise ValueError(
-            "ModelSpec.from_hf_config: candidate_block_size must be a divisor of "
-            f"{_V41_PAGE_SIZE // max(V41_RATIOS)}, got {block_size}"
-        )
+    if publishes and entries % block_size:
+        divisor = f"a divisor of {entries}, got {block_size}"
+        raise ValueError(f"ModelSpec.from_hf_config: candidate_block_size must be {divisor}")
     window = need("sliding_window")
     return V41Spec(
         name="deepseek_v41",
@@ -202,7 +190,7 @@ def _spec_of(config: Any) -> V41Spec:
         page_size=_V41_PAGE_SIZE,
         index_topk=need("index_topk"),
         index_heads=need("index_n_heads"),
-        index_dim=index_dim,
+        index_dim=index_dim_of(need("index_head_dim")),
         window=window,
         compress_ratios=tuple(sorted({layer.ratio for layer in layers})),
         has_attn_sink=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,10 +69,6 @@ class ModelSpec:
                 raise ValueError(f"ModelSpec: layers must have the model's window {self.window}, got {layer}")
             if layer.selects == "own" and layer.pool != self.index_pool:
                 raise ValueError(f"ModelSpec: layers must have pools of {self.index_pool} tokens, got {layer}")
-        kinds = tuple(self._kind_of(ratio) for ratio in self.compress_ratios or (0,))
-        values = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "layers"]
-        object.__setattr__(self, "_kinds", kinds)
-        object.__setattr__(self, "_compared", (*values, kinds))
 
     def __eq__(self, other: object) -> bool:
         return self._compared == other._compared if type(other) is type(self) else NotImplemented
@@ -79,10 +76,14 @@ class ModelSpec:
     def __hash__(self) -> int:
         return hash(self._compared)
 
-    @property
+    @functools.cached_property
+    def _compared(self) -> tuple:
+        return *(getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "layers"), self.kinds
+
+    @functools.cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """For each compress ratio the kind of its layers, as `kind` gives it."""
-        return self._kinds
+        return tuple(self._kind_of(ratio) for ratio in self.compress_ratios or (0,))
 
     def _kind_of(self, ratio: int) -> LayerKind:
         layers = [layer for layer in self.layers if layer.ratio == ratio]

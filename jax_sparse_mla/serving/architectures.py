@@ -40,12 +40,12 @@ def read_params(config: Config, tensors: Tensors, draft_layer: bool) -> ModelPar
 
 def _read_norm(config: Config, tensors: Tensors, name: str):
     shape = (config.hidden_size,)
-    return tensors.float32(name, shape) if isinstance(config, V4Config) else tensors(name, shape)
+    return tensors.float32(name, shape) if config.float32_norms else tensors(name, shape)
 
 
 def _read_head(config: Config, tensors: Tensors, name: str) -> HeadParams:
     norm = _read_norm(config, tensors, name)
-    if not isinstance(config, V4Config):
+    if config.streams is None or not config.streams.has_head:
         return HeadParams(norm=norm)
     n = config.streams.streams
     return HeadParams(
@@ -57,16 +57,15 @@ def _read_head(config: Config, tensors: Tensors, name: str) -> HeadParams:
 
 
 def _read_draft(config: Config, tensors: Tensors) -> DraftParams:
-    i, hidden, is_v4 = config.num_layers, config.hidden_size, isinstance(config, V4Config)
+    i, hidden, module = config.num_layers, config.hidden_size, MODULES[type(config)]
     layer = tensors.layer(_read_layer, config, i, config.layer_kind(i))
     tensors = tensors.under("draft.")
-    projections = {"e_proj": hidden, "h_proj": hidden} if is_v4 else {"eh_proj": 2 * hidden}
     return DraftParams(
         token_norm=_read_norm(config, tensors, "enorm.weight"),
         states_norm=_read_norm(config, tensors, "hnorm.weight"),
-        projections=[tensors(f"{name}.weight", (hidden, width)) for name, width in projections.items()],
+        projections=[tensors(f"{x}.weight", (hidden, n * hidden)) for x, n in module.DRAFT_PROJECTIONS.items()],
         layer=layer,
-        head=_read_head(config, tensors, "norm.weight" if is_v4 else "shared_head.norm.weight"),
+        head=_read_head(config, tensors, module.DRAFT_NORM),
     )
 
 

@@ -58,6 +58,8 @@ def replay_logits(engine: Any, backend: str | None, requests: list[Request]) -> 
 
 def layer_kind(spec: ModelSpec, ratio: int) -> str:
     """A few words for what a layer of this compress ratio attends to."""
-    if not spec.windowed:
-        return f"top-{spec.index_topk}" + (f" in pools of {spec.kind().pool}" if spec.kind().pool > 1 else "")
-    return {0: "window", 4: f"window + C4 top-{spec.index_topk}"}.get(ratio, f"window + C{ratio}")
+    kind = spec.kind(ratio)
+    top = f"top-{spec.index_topk}" + f" in pools of {kind.pool}" * (kind.pool > 1)
+    if kind.window is None:
+        return top
+    return "window" if kind.selects == "none" else f"window + C{ratio}" + f" {top}" * kind.selected

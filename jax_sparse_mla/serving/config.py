@@ -10,11 +10,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from jax_sparse_mla.models import GLM53_TYPES, ModelSpec, indexed_layers, text_config, v4_layer_ratios, yarn_mscale
+from jax_sparse_mla.models import ModelSpec, indexed_layers, text_config, yarn_mscale
 
 SCORES = ("sqrtsoftplus", "softmax", "sigmoid")
 V4_RATIOS = (0, 4, 128)
@@ -82,11 +82,13 @@ class MoE:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HyperConnections:
-    """Manifold-constrained hyper-connections: residual streams, Sinkhorn steps, the floor of what they divide by."""
+    """Manifold-constrained hyper-connections: residual streams, Sinkhorn steps, the floor of what they divide by, and
+    whether a head of weights joins the last streams; else it is their mean."""
 
     streams: int
     iterations: int
     eps: float
+    has_head: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,22 @@ class _Config:
     # The mesh axis over which heads and experts are cut, under `jax.shard_map`; the heads and output groups here are
     # then those of one device. None: nothing is cut.
     axis_name: str | None = None
+    float32_norms = False  # whether the weights of the norms are float32, else in the model's dtype
+
+    @property
+    def query_dim(self) -> int:
+        """Values of a head's query as the projection makes it."""
+        return self.spec.qk_dim
+
+    @property
+    def shared_counts(self) -> dict[str, int]:
+        """What the devices of a mesh share evenly, by its name in messages."""
+        return {"heads": self.spec.num_heads, "experts": self.moe.num_experts}
+
+    def cut(self, n: int, axis_name: str) -> Self:
+        """The config of one of n devices, which share `shared_counts`."""
+        spec = dataclasses.replace(self.spec, num_heads=self.spec.num_heads // n)
+        return dataclasses.replace(self, spec=spec, axis_name=axis_name)
 
     @property
     def pools(self) -> tuple[Hashable, ...]:
@@ -137,10 +155,18 @@ class V4Config(_Config):
     o_rank: int
     window_rope: Rope  # of layers of ratio 0
     compress_rope: Rope  # of the others
+    float32_norms = True
 
     @property
     def pools(self) -> tuple[int, ...]:
         return self.ratios
+
+    @property
+    def shared_counts(self) -> dict[str, int]:
+        return super().shared_counts | {"output groups": self.o_groups}
+
+    def cut(self, n: int, axis_name: str) -> Self:
+        return dataclasses.replace(super().cut(n, axis_name), o_groups=self.o_groups // n)
 
     def layer_kind(self, i: int) -> tuple[int, str]:
         """A layer's compress ratio, and "moe" or "hash" for its experts; behind the last one is the draft layer."""
@@ -161,6 +187,10 @@ class LatentConfig(_Config):
     # (`spec.nope_dim` and `spec.v_dim` are those of the latent).
     nope_dim: int
     v_dim: int
+
+    @property
+    def query_dim(self) -> int:
+        return self.nope_dim + self.spec.rope_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,17 +232,16 @@ def read_config(config: Mapping[str, Any]) -> Config:
     Raises:
       ValueError: see `Model.from_config`; a missing key is named.
     """
-    spec = ModelSpec.from_hf_config(_without_draft_layers(config))  # refuses other model types
-    if spec.name == "deepseek_v41":
-        raise ValueError("Model.from_config: model_type 'deepseek_v41' is no whole model here, only layers.v41_layer")
-    is_glm53 = config["model_type"] in GLM53_TYPES
-    reader = _Reader(_of_text(config) if is_glm53 else config)
+    spec = ModelSpec.from_hf_config(config)  # refuses other model types
+    if (read_model := _MODELS.get(spec.name)) is None:
+        raise ValueError(f"Model.from_config: model_type {spec.name!r} is no whole model here, only layers.v41_layer")
+    reader = _Reader(_of_text(config))
     reader.only("hidden_act", "silu")
     reader.only("attention_bias", False)
     reader.only("mlp_bias", False)
     reader.only("expert_dtype", None, "fp4", "fp8", "bf16")
     _check_quantization(config.get("quantization_config") or {})
-    return (_glm53 if is_glm53 else _v4 if spec.windowed else _v32)(reader, spec)
+    return read_model(reader, spec)
 
 
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -220,12 +249,6 @@ def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     part = text_config(config)
     whole = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id") if config.get(name) is not None}
     return {**part, **whole}
-
-
-def _without_draft_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The released V4 config gives the compress ratio of its draft layer behind those of the model's layers."""
-    ratios = config.get("compress_ratios")
-    return config if ratios is None else {**config, "compress_ratios": list(ratios)[: config.get("num_hidden_layers")]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,8 +378,7 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
     read.only("scoring_func", *SCORES)
     read.only("norm_topk_prob", True)
     read.only("n_shared_experts", 1)
-    layers = read("num_hidden_layers")
-    ratios = v4_layer_ratios(_without_draft_layers(read.config))
+    layers, ratios = read("num_hidden_layers"), tuple(layer.ratio for layer in spec.layers)
     if len(ratios) < layers or set(ratios) - set(V4_RATIOS):
         raise ValueError(
             f"Model.from_config: compress_ratios or layer_types must give {layers} ratios of {_listed(V4_RATIOS)}, "
@@ -377,11 +399,12 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
     for rope in (window_rope, compress_rope):
         if rope.magnitude != 1:
             raise ValueError(f"Model.from_config: rope_parameters must have attention_factor 1, got {rope.magnitude}")
-    return _config_of(V4Config, read, spec, norm_eps=1e-6, ratios=tuple(ratios[:layers]))(
+    spec = dataclasses.replace(spec, compress_ratios=tuple(sorted(set(ratios))))  # without the draft layer's
+    return _config_of(V4Config, read, spec, norm_eps=1e-6, ratios=ratios)(
         hashed=tuple(mlp == "hash_moe" for mlp in mlps),
         o_groups=read("o_groups"),
         o_rank=read("o_lora_rank"),
-        streams=_streams(read),
+        streams=_streams(read, has_head=True),
         window_rope=window_rope,
         compress_rope=compress_rope,
         moe=MoE(
@@ -447,8 +470,9 @@ def _kda(read: _Reader) -> KDA:
     )
 
 
-def _streams(read: _Reader) -> HyperConnections:
+def _streams(read: _Reader, *, has_head: bool = False) -> HyperConnections:
     return HyperConnections(
+        has_head=has_head,
         streams=read("hc_mult", default=4),
         iterations=read("hc_sinkhorn_iters", default=20),
         eps=float(read("hc_eps", default=1e-6)),
@@ -469,3 +493,7 @@ def _v32(read: _Reader, spec: ModelSpec) -> V32Config:
         indexed=indexed_layers(read.config),
         moe=_experts_in_groups(read, groups=groups, top_groups=top_groups),
     )
+
+
+# By the name of the spec.
+_MODELS = {"deepseek_v4": _v4, "deepseek_v32": _v32, "glm_moe_dsa": _v32, "glm5_next": _glm53}

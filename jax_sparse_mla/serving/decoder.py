@@ -7,6 +7,8 @@ Each model's module (`deepseek_v4`, `deepseek_v32`, `glm53`) adds its attention 
     prepare(config, pools, inputs)                   the step, with the metadata that all layers share
     attend(config, layer, cache, x, step, selected)  the attention's output, the cache after it, and the selection
     join_token(config, draft, token_rows, states)    the input of a draft layer, where there is one
+
+and, where there is one, `DRAFT_PROJECTIONS` and `DRAFT_NORM`, the names of its tensors.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ from jax_sparse_mla.serving.tensors import Tensors
 
 # Epsilon of the norms inside attention, whatever the config says about the others.
 LATENT_NORM_EPS = 1e-6
+# As in `deepseek_v4`.
+DRAFT_PROJECTIONS, DRAFT_NORM = {"eh_proj": 2}, "shared_head.norm.weight"
 
 
 @pytree_dataclass
@@ -59,7 +61,7 @@ def read_attention(
         attn("q_a_proj.weight", (config.q_rank, hidden)),
         attn("kv_a_proj_with_mqa.weight", (spec.qk_dim, hidden)),
     ]
-    queries = [attn("q_b_proj.weight", (heads * (config.nope_dim + spec.rope_dim), config.q_rank))]
+    queries = [attn("q_b_proj.weight", (heads * config.query_dim, config.q_rank))]
     index_norm, index_ape = jnp.zeros((2, spec.index_dim), attn.dtype), None
     if indexed:
         in_proj.append(indexer("wk.weight", (spec.index_dim, hidden)))
@@ -143,9 +145,9 @@ def _project(config: V32Config, indexed: bool, weights: LatentWeights, norms: La
     spec, rope = config.spec, config.rope
     q_a, latent, k_rope, *index = split(linear(x, weights.in_proj), *input_widths(config, indexed))
     q_all = linear(rms_norm(q_a, norms.q_norm, LATENT_NORM_EPS), weights.q_b)
-    width = spec.num_heads * (config.nope_dim + spec.rope_dim)
+    width = spec.num_heads * config.query_dim
     q, index_q = split(q_all, width, q_all.shape[1] - width)
-    q_nope, q_rope = split(q.reshape(-1, spec.num_heads, config.nope_dim + spec.rope_dim), config.nope_dim, rope.dim)
+    q_nope, q_rope = split(q.reshape(-1, spec.num_heads, config.query_dim), config.nope_dim, rope.dim)
     angle = positions[:, None, None].astype(jnp.float32) * rope.inv_freq()
 
     def rotated(rows):

@@ -28,6 +28,9 @@ from jax_sparse_mla.serving.layers import linear, matmul, normalised, rms_norm, 
 from jax_sparse_mla.serving.params import DraftParams, LatentNorms, LayerParams
 from jax_sparse_mla.serving.tensors import Tensors
 
+# The draft layer's projections, each with how many rows it reads (the token's, the state's), and its last norm.
+DRAFT_PROJECTIONS, DRAFT_NORM = {"e_proj": 1, "h_proj": 1}, "norm.weight"
+
 
 @pytree_dataclass
 class V4Weights:
@@ -136,7 +139,7 @@ def attend(
 
 @functools.partial(jax.jit, static_argnames=("config", "ratio"))
 def _project(config: V4Config, ratio: int, weights: V4Weights, norms: LatentNorms, x, positions) -> V4Rows:
-    spec, eps = config.spec, config.norm_eps
+    spec, kind, eps = config.spec, config.spec.kind(ratio), config.norm_eps
     inv_freq = jnp.asarray(config.rope(ratio).inv_freq())
 
     def heads(rows, count, dim):
@@ -151,7 +154,7 @@ def _project(config: V4Config, ratio: int, weights: V4Weights, norms: LatentNorm
     q = heads(q, spec.num_heads, spec.qk_dim)
     kv = rotated(rms_norm(kv, norms.kv_norm, eps)[:, None])[:, 0]
     index = None
-    if spec.kind(ratio).selects == "own":
+    if kind.selects == "own":
         index_kv, index_score, index_weights = compressed[2:]
         index = IndexRows(
             q=rotated(heads(index_q, spec.index_heads, spec.index_dim)),
@@ -162,8 +165,8 @@ def _project(config: V4Config, ratio: int, weights: V4Weights, norms: LatentNorm
     return V4Rows(
         q=rotated(normalised(q, eps).astype(q.dtype)),
         kv=kv,
-        compressed_kv=compressed[0] if ratio else None,
-        compressed_score=compressed[1] if ratio else None,
+        compressed_kv=compressed[0] if kind.owns_kv else None,
+        compressed_score=compressed[1] if kind.owns_kv else None,
         index=index,
     )
 

@@ -134,11 +134,6 @@ class Engine:
         """The maker of drafts, in words."""
         return "first layer" if self.state.draft is None else "draft layer"
 
-    @property
-    def ratios(self) -> tuple[int, ...]:
-        """The compress ratio of each layer."""
-        return self.model.ratios
-
     def layer_cache(self, layer: int) -> Any:
         """The view of one layer's caches."""
         return self.model.layer_cache(self.state.caches, layer)
@@ -278,7 +273,8 @@ class Engine:
         latest_program, latest, following = self._latest or (None, None, None)
         return following if program is latest_program and plan.follows(latest) else None
 
-    def _pack(self, program: Program, plan: StepPlan) -> np.ndarray:
+    def _pack(self, program: Program, plan: StepPlan | None) -> np.ndarray:
+        """The host's array for a step; without a plan all is padding."""
         return pack(program, plan, self.options.max_batch, self._proposals(plan))
 
     def _traced(self, plan: StepPlan, program: Program, layers, logits) -> TracedStep:
@@ -319,8 +315,8 @@ class Engine:
     def _unpack(self, program: Program, plan: StepPlan, packed: np.ndarray) -> Result:
         return unpack_result(program, packed)
 
-    def _proposals(self, plan: StepPlan) -> np.ndarray | None:
-        if self.propose is None or plan.mode is not ForwardMode.TARGET_VERIFY:
+    def _proposals(self, plan: StepPlan | None) -> np.ndarray | None:
+        if self.propose is None or plan is None or plan.mode is not ForwardMode.TARGET_VERIFY:
             return None
         return np.array([[self.propose(r, i) for i in range(plan.drafts)] for r in plan.requests], np.int32)
 
@@ -363,7 +359,7 @@ class Engine:
             trace=self.options.trace,
             logits=self.options.trace,
         )
-        arguments = self.params, self.state, self._empty(program)
+        arguments = self.params, self.state, self._pack(program, None)
         leaves, tree = jax.tree.flatten(arguments)
         key = program, self.mesh, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         if key not in _executables:
@@ -374,9 +370,6 @@ class Engine:
 
     def _jitted(self, program: Program) -> Any:
         return jax.jit(functools.partial(run_step, program), donate_argnums=1)
-
-    def _empty(self, program: Program) -> np.ndarray:
-        return pack(program, None, self.options.max_batch)
 
 
 # Compiled programs, and what attends in them; engines of the same shapes share them.

@@ -8,10 +8,6 @@ from typing import Any
 import jax
 
 
-class NotEnoughMemory(ValueError):
-    """Arrays are larger than the device."""
-
-
 def device_memory() -> int:
     """Bytes that JAX may take of its device, or of the machine for a CPU."""
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -19,9 +15,9 @@ def device_memory() -> int:
 
 
 def check_memory(what: str, needed: int) -> None:
-    """Refuses a need that is larger than the device with a `NotEnoughMemory` that names both sizes."""
+    """Refuses a need that is larger than the device with a ValueError that names both sizes."""
     if needed > (limit := device_memory()):
-        raise NotEnoughMemory(f"does not fit: {what} {needed / 2**30:.1f} GiB, the device has {limit / 2**30:.1f} GiB")
+        raise ValueError(f"does not fit: {what} {needed / 2**30:.1f} GiB, the device has {limit / 2**30:.1f} GiB")
 
 
 def size_of(arrays: Any) -> int:

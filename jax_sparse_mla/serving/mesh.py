@@ -20,13 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla.layers import V4LayerParams
 from jax_sparse_mla.serving.checkpoint import init_params
-from jax_sparse_mla.serving.config import V4Config
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.params import LayerWeights
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import Counters, EngineOptions, Scheduler, StepPlan
-from jax_sparse_mla.serving.step import Program, Result, State, copy_states, pack, run_step, unpack_result
+from jax_sparse_mla.serving.step import Program, Result, State, copy_states, run_step, unpack_result
 
 # The axes of the mesh.
 REQUESTS, HEADS = "data", "model"
@@ -91,7 +90,6 @@ def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
 def init_cut_params(model: Model, seed: int, mesh: Mesh, dtype: Any = jnp.bfloat16) -> tuple[Model, Params]:
     """As `cut_model` with `model.init_params(seed, dtype)`, but each device makes its own part; none has the whole."""
     device_model = model_of_a_device(model, mesh)  # refuses what cannot be cut
-
     shardings = functools.partial(_shardings, mesh=mesh)
     params = init_params(model.config, seed, dtype, draft_layer=False, shardings=shardings)
     return device_model, _placed(model, params, mesh)
@@ -110,15 +108,10 @@ def model_of_a_device(model: Model, mesh: Mesh) -> Model:
             f"cut_model: {n} devices cannot share the heads of {config.spec.name}, whose linear attention is not cut; "
             f"give the mesh one device over {HEADS}"
         )
-    is_v4 = isinstance(config, V4Config)
-    counts = {"heads": config.spec.num_heads, "experts": config.moe.num_experts}
-    counts |= {"output groups": config.o_groups} if is_v4 else {}
-    for name, count in counts.items():
+    for name, count in config.shared_counts.items():
         if count % n:
             raise ValueError(f"cut_model: {n} devices cannot share {count} {name} evenly")
-    spec = dataclasses.replace(config.spec, num_heads=config.spec.num_heads // n)
-    config = dataclasses.replace(config, spec=spec, axis_name=HEADS)
-    return Model(dataclasses.replace(config, o_groups=config.o_groups // n) if is_v4 else config)
+    return Model(config.cut(n, HEADS))
 
 
 def _shardings(params: Params, mesh: Mesh) -> Any:
@@ -131,14 +124,10 @@ def _placed(model: Model, params: Params, mesh: Mesh) -> Params:
     Rows of the queries' heads are followed by those of the indexer, which every device has whole. The sinks of several
     layers are one array.
     """
-    n = mesh.shape[HEADS]
-    if n == 1:
-        return jax.device_put(params, _shardings(params, mesh))
-    config, spec = model.config, model.spec
-    head_dim = spec.qk_dim if isinstance(config, V4Config) else config.nope_dim + spec.rope_dim
+    n, spec = mesh.shape[HEADS], model.spec
 
     def queries(weights: LayerWeights) -> LayerWeights:
-        heads, index = jnp.split(weights.attention.q_b, [spec.num_heads * head_dim])
+        heads, index = jnp.split(weights.attention.q_b, [spec.num_heads * model.config.query_dim])
         q_b = jnp.concatenate([part for device_heads in jnp.split(heads, n) for part in (device_heads, index)])
         return dataclasses.replace(weights, attention=dataclasses.replace(weights.attention, q_b=q_b))
 
@@ -146,12 +135,15 @@ def _placed(model: Model, params: Params, mesh: Mesh) -> Params:
         by_layer = of_ratio.attn_sink.reshape(of_ratio.num_layers, n, -1)
         return dataclasses.replace(of_ratio, attn_sink=jnp.swapaxes(by_layer, 0, 1).reshape(-1))
 
-    params = dataclasses.replace(params, layers=[queries(weights) for weights in params.layers])
-    if params.draft is not None:
-        layer = dataclasses.replace(params.draft.layer, weights=queries(params.draft.layer.weights))
-        params = dataclasses.replace(params, draft=dataclasses.replace(params.draft, layer=layer))
-    if isinstance(config, V4Config):
-        params = dataclasses.replace(params, attention={r: sinks(x) for r, x in params.attention.items()})
+    if n > 1:
+        attention = params.attention
+        if spec.has_attn_sink:
+            attention = {ratio: sinks(of_ratio) for ratio, of_ratio in attention.items()}
+        layers = [queries(weights) for weights in params.layers]
+        params = dataclasses.replace(params, layers=layers, attention=attention)
+        if (draft := params.draft) is not None:
+            layer = dataclasses.replace(draft.layer, weights=queries(draft.layer.weights))
+            params = dataclasses.replace(params, draft=dataclasses.replace(draft, layer=layer))
     return jax.device_put(params, _shardings(params, mesh))
 
 
@@ -159,12 +151,10 @@ def _placed(model: Model, params: Params, mesh: Mesh) -> Params:
 class JointPlan(StepPlan):
     """A step of all shares: the arrays of `StepPlan` one share's after the other's. Rows count within a share.
 
-    Attributes:
-      parts: each share's plan; None where it has no step, or one of another mode that waits for its turn.
-      restored, kept: at most one (from, to) of each share in an entry, (0, 0) where a share has none.
+    An entry of `restored` and `kept` has at most one (from, to) of each share, (0, 0) where a share has none.
     """
 
-    parts: Sequence[StepPlan | None] = ()
+    parts: Sequence[StepPlan | None] = ()  # each share's; None: it has no step, or one of another mode, which waits
 
     @classmethod
     def of(cls, parts: Sequence[StepPlan | None]) -> JointPlan:
@@ -302,18 +292,10 @@ class MeshEngine(Engine):
         new_state = jax.shard_map(new_state, mesh=self.mesh, in_specs=(), out_specs=P(REQUESTS))
         return jax.jit(new_state)(), params
 
-    def _pack(self, program: Program, plan: JointPlan) -> jax.Array:
-        packed = [
-            pack(program, part, self.options.max_batch, None if part is None else self._proposals(part))
-            for part in plan.parts
-        ]
-        return self._of_shares(np.concatenate(packed))
-
-    def _empty(self, program: Program) -> jax.Array:
-        return self._of_shares(np.tile(super()._empty(program), self.mesh.shape[REQUESTS]))
-
-    def _of_shares(self, packed: np.ndarray) -> jax.Array:
+    def _pack(self, program: Program, plan: JointPlan | None) -> jax.Array:
         """Cut as a step returns the array of the step that follows it; every process has the whole."""
+        parts = [None] * self.mesh.shape[REQUESTS] if plan is None else plan.parts
+        packed = np.concatenate([super(MeshEngine, self)._pack(program, part) for part in parts])
         return jax.make_array_from_callback(packed.shape, NamedSharding(self.mesh, P(REQUESTS)), packed.__getitem__)
 
     def _unpack(self, program: Program, plan: JointPlan, packed: np.ndarray) -> Result:

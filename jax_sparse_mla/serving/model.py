@@ -64,17 +64,11 @@ class ForwardOutput:
 
 @pytree_dataclass
 class Draft:
-    """State of a draft layer between steps.
+    """State of a draft layer between steps."""
 
-    Attributes:
-      cache: its attention's cache. A position's row there depends on the next position's token, too.
-      states: `[requests, …]`, its own `ForwardOutput.states` of the position before each request's last token.
-      tokens: int32 `[requests]`, the drafts made from these states: each guesses the token after the last one.
-    """
-
-    cache: Caches
-    states: jax.Array
-    tokens: jax.Array
+    cache: Caches  # its attention's. A position's row there depends on the next position's token, too
+    states: jax.Array  # `[requests, …]`, its `ForwardOutput.states` of the position before a request's last token
+    tokens: jax.Array  # int32 `[requests]`, the drafts made of these states: each guesses the token after the last one
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ def test_the_oracle_is_what_transformers_runs(name):
     for hook in hooks:
         hook.remove()
     jax_model, _ = small_jax_model(name)
-    layers, positions, indices = layers_of(model, jax_model.spec, jax_model.ratios), None, iter(indices)
+    layers, positions, indices = layers_of(model, jax_model.spec), None, iter(indices)
     assert len(seen) == len(layers) == len(KINDS[name])
     for layer, (hidden, expected) in zip(layers, seen):
         before = positions

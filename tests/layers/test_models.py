@@ -34,7 +34,8 @@ V4_JSON = {
     "head_dim": 512,
     "qk_rope_head_dim": 64,
     "sliding_window": 128,
-    "compress_ratios": [0, 0, 4, 128, 4, 128, 0],
+    "num_hidden_layers": 6,
+    "compress_ratios": [0, 0, 4, 128, 4, 128, 0],  # the last is the draft layer's
     "index_topk": 512,
     "index_n_heads": 64,
     "index_head_dim": 128,
@@ -190,8 +191,10 @@ def test_unknown_v41_configs_are_refused_by_name(changed, message):
 def test_layers_of_configs():
     """One kind a layer, in order; and what stands for a ratio where layers of it differ."""
     v4 = ModelSpec.from_hf_config(V4_JSON)
-    assert [layer.ratio for layer in v4.layers] == V4_JSON["compress_ratios"]
-    assert [layer.selects for layer in v4.layers] == ["none", "none", "own", "all", "own", "all", "none"]
+    assert [layer.ratio for layer in v4.layers] == V4_JSON["compress_ratios"][:6]
+    assert [layer.selects for layer in v4.layers] == ["none", "none", "own", "all", "own", "all"]
+    pro = ModelSpec.from_hf_config({**V4_JSON, "num_hidden_layers": 2, "compress_ratios": [128, 4, 0]})
+    assert pro.kinds == DEEPSEEK_V4_FLASH.kinds and [layer.ratio for layer in pro.layers] == [128, 4]
     assert v4.kinds == DEEPSEEK_V4_FLASH.kinds and DEEPSEEK_V4_FLASH.layers == ()
     assert v4.kind(4).overlap and not v4.kind(128).overlap and v4.windowed
 
@@ -208,6 +211,8 @@ def test_layers_of_configs():
     shared = {"model_type": "glm_moe_dsa", "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
     glm = ModelSpec.from_hf_config(shared)
     assert [layer.selects for layer in glm.layers] == ["own", "shared", "own"] and not glm.windowed
+    unknown = {**shared, "indexer_types": ["full", "odd", "full"]}  # `indexed_layers` refuses it
+    assert ModelSpec.from_hf_config(unknown) == glm and ModelSpec.from_hf_config(unknown).layers == ()
     glm53 = ModelSpec.from_hf_config({"model_type": "glm5_next", "num_hidden_layers": 4})
     assert [layer.selects for layer in glm53.layers] == ["none", "none", "none", "own"]
     assert (glm53.kind().pool, glm53.kind().index_keys) == (16, "tokens")

@@ -91,9 +91,9 @@ def count_arrays(engine):
     """Counts an engine's steps, and those of them whose array comes from the host."""
     counts, pack, start = {"steps": 0, "from the host": 0}, engine._pack, engine._start
 
-    def packing(*args):
-        counts["from the host"] += 1
-        return pack(*args)
+    def packing(program, plan):
+        counts["from the host"] += plan is not None  # without a plan it is an argument to compile with
+        return pack(program, plan)
 
     def starting(*args):
         counts["steps"] += 1

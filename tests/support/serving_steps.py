@@ -27,9 +27,9 @@ def named_arrays(module: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: array(x) for name, x in module.state_dict().items()}
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnums=2)
-def run(model, params, caches, inputs):
-    out = model.forward(params, caches, inputs)
+@functools.partial(jax.jit, static_argnames=("model", "layers"), donate_argnums=2)
+def run(model, params, caches, inputs, *, layers=None):
+    out = model.forward(params, caches, inputs, layers=layers)
     return out.caches, model.logits(params, out.hidden), out.overflow, out.trace
 
 
@@ -57,7 +57,9 @@ class Steps:
             bf16=bf16,
         )
 
-    def __call__(self, mode: ForwardMode, served: dict[int, tuple[int, list[int]]], num_rows: int, **options):
+    def __call__(
+        self, mode: ForwardMode, served: dict[int, tuple[int, list[int]]], num_rows: int, *, layers=None, **options
+    ):
         """Runs `{row: (first position, tokens)}`, padded to `num_rows`; `(logits of the real rows, trace)`."""
 
         def padded(values, size):
@@ -82,7 +84,7 @@ class Steps:
             trace=True,
             **options,
         )
-        self.caches, logits, overflow, trace = run(self.model, self.params, self.caches, inputs)
+        self.caches, logits, overflow, trace = run(self.model, self.params, self.caches, inputs, layers=layers)
         assert not bool(overflow)
         real = sum(counts)
         trace = [tuple(None if x is None else np.asarray(x)[:real] for x in layer) for layer in trace]

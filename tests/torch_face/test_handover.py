@@ -209,7 +209,7 @@ def test_torch_caches_hold_the_same_as_jax_ones(name):
     path, count = files[max(files)][0], max(files)[0]
     engine, rng = new_engine(name, trace=False), np.random.default_rng(0)
     tensors = load_file(path)
-    for i in range(len(engine.ratios)):
+    for i in range(len(engine.model.ratios)):
         cache = jax.tree.map(jnp.copy, engine.layer_cache(i).alone())
         parts = {key.split(".", 2)[2]: x for key, x in tensors.items() if key.startswith(f"layers.{i}.")}
         page = engine.spec.page_size

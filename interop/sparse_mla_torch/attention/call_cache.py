@@ -30,19 +30,12 @@ class Schedule:
 
 
 class Prepared(NamedTuple):
-    """A call that was checked and routed.
+    """A call that was checked and routed."""
 
-    Attributes:
-      run: takes the call's tensors and what it writes into; see `decode.prepare` and `prefill.prepare`.
-      plan: which backend, and why; None for a call that is left to FlashMLA.
-      writes_into: whether `run` writes into results that it is given.
-      shape: of a decode call, `decode.Shape`.
-    """
-
-    run: Callable[..., Results]
-    plan: Plan | None
-    writes_into: bool
-    shape: Any = None
+    run: Callable[..., Results]  # of the call's tensors and what it writes into: `decode.prepare`, `prefill.prepare`
+    plan: Plan | None  # None for a call that is left to FlashMLA
+    writes_into: bool  # whether `run` writes into results that it is given
+    shape: Any = None  # of a decode call, `decode.Shape`
 
 
 calls: dict[tuple, Prepared] = {}
@@ -87,18 +80,26 @@ _unknown = signature
 def _signature_in_python(tensors: tuple) -> tuple | None:
     """None for what is no tensor: the checks say what is wrong."""
     try:
-        return tuple([None if x is None else _signature_of(x) for x in tensors])
+        return tuple(
+            x if x is None else (x.dtype, x.get_device(), x.shape, x.stride(), x.data_ptr() % ALIGNMENT)
+            for x in tensors
+        )
     except AttributeError:
         return None
-
-
-def _signature_of(x: torch.Tensor) -> tuple:
-    return x.dtype, x.get_device(), x.shape, x.stride(), x.data_ptr() % ALIGNMENT
 
 
 def forget() -> None:
     """Drops what was prepared: the environment's overrides are read again."""
     calls.clear()
+
+
+def filled(out: tuple[int, ...], *statistics: tuple[tuple[int, ...], float]) -> Callable[..., Results]:
+    """`run` of a call without a query or a key: zeros of shape `out`, and float32 statistics of a shape and a value."""
+
+    def run(q, *arguments):
+        return q.new_zeros(out), *(q.new_full(shape, value, dtype=torch.float32) for shape, value in statistics)
+
+    return run
 
 
 def left_to_flashmla(reason: Exception) -> Prepared:

@@ -17,7 +17,7 @@ from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from sparse_mla_torch.attention import call_cache, route
-from sparse_mla_torch.attention.call_cache import Prepared, Results, left_to_flashmla, on_contiguous
+from sparse_mla_torch.attention.call_cache import Prepared, Results, filled, left_to_flashmla, on_contiguous
 from sparse_mla_torch.attention.pages import CACHE_DTYPES, has_dense_pages, layout_of
 from sparse_mla_torch.operations.checks import TensorChecks, check_scale
 
@@ -40,27 +40,16 @@ class Shape:
 
 
 class Options(NamedTuple):
-    """The options of a decode call; see `flash_mla.flash_mla_with_kvcache`.
+    """The options of a decode call; see `flash_mla.flash_mla_with_kvcache`."""
 
-    Attributes:
-      function: named by errors.
-      softmax_scale: None: qk_dim^-0.5.
-      empty_lse: of a row without a valid key, +inf (FlashMLA) or −inf.
-      beside_flashmla: the caller has FlashMLA's functions, and leaves to them what they do sooner: see `route.plan`.
-      keeps_memory: False if the call must let go of all that it allocates, since a compiled graph may give it memory
-        that is the graph's.
-      kv_layout: the name of the caches' layout, of `pages.NAMED_LAYOUTS`; None: the one of `pages.LAYOUTS` with
-        k_cache's bytes.
-    """
-
-    function: str
-    softmax_scale: float | None
-    empty_lse: float
+    function: str  # named by errors
+    softmax_scale: float | None  # None: qk_dim^-0.5
+    empty_lse: float  # of a row without a valid key, +inf (FlashMLA) or −inf
     batch_invariant: bool = False
     assume_valid_indices: bool = False
-    beside_flashmla: bool = False
-    keeps_memory: bool = True
-    kv_layout: str | None = None
+    beside_flashmla: bool = False  # the caller has FlashMLA's functions, and leaves to them what they do sooner
+    keeps_memory: bool = True  # not in a compiled graph, whose memory what the call allocates may be
+    kv_layout: str | None = None  # of `pages.NAMED_LAYOUTS`; None: that of `pages.LAYOUTS` with k_cache's bytes
 
 
 def prepare(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
@@ -107,9 +96,11 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
         return left_to_flashmla(reason)
     backend = route.backend_module(plan.backend)
     empty = not q.numel() or not kept
-    run = (_nothing if empty else backend.decode)(options, q, layout, kept, attn_sink is not None)
-    if not empty and len(kept) < len(tables):
-        run = _without_empty_tables(run, tables.index(kept[0]))
+    if empty:
+        run = filled((batch, q_len, heads, V_DIM), ((batch, heads, q_len), options.empty_lse))
+    else:
+        run = backend.decode(options, q, layout, kept, attn_sink is not None)
+        run = run if len(kept) == len(tables) else _without_empty_tables(run, tables.index(kept[0]))
     shape = Shape(
         b=batch,
         s_q=q_len,
@@ -213,13 +204,3 @@ def _by_request(run: Callable[..., Results], lengths: list[int]) -> Callable[...
         return run(*(x[:, 0] if i in lengths else x for i, x in enumerate(arguments)))
 
     return squeezed
-
-
-def _nothing(options, q, layout, tables, has_sink) -> Callable[..., Results]:
-    batch, q_len, heads, _ = q.shape
-
-    def run(q, *tensors):
-        lse = q.new_full((batch, heads, q_len), options.empty_lse, dtype=torch.float32)
-        return q.new_zeros((batch, q_len, heads, V_DIM)), lse
-
-    return run

@@ -6,7 +6,6 @@ go to the reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.kv_cache.layout import workspace_layout
 from sparse_mla_torch.attention import call_cache, route
-from sparse_mla_torch.attention.call_cache import Prepared, Results, left_to_flashmla, on_contiguous
+from sparse_mla_torch.attention.call_cache import Prepared, filled, left_to_flashmla, on_contiguous
 from sparse_mla_torch.operations.checks import TensorChecks, check_scale
 
 
@@ -69,15 +68,8 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     backend = route.backend_module(plan.backend)
     empty = 0 in (q_len, heads, topk, kv_len)
     table = TableShape(topk, int(lengths is not None), kv_len)
-    run = (_nothing if empty else backend.prefill)(options, q, table, attn_sink is not None)
+    if empty:
+        run = filled((q_len, heads, V_DIM), ((q_len, heads), -torch.inf), ((q_len, heads), options.empty_lse))
+    else:
+        run = backend.prefill(options, q, table, attn_sink is not None)
     return Prepared(on_contiguous(run, tensors), plan, backend.WRITES_INTO and not empty)
-
-
-def _nothing(options, q, table, has_sink) -> Callable[..., Results]:
-    q_len, heads, _ = q.shape
-
-    def run(q, *tensors):
-        max_logits = q.new_full((q_len, heads), -torch.inf, dtype=torch.float32)
-        return q.new_zeros((q_len, heads, V_DIM)), max_logits, torch.full_like(max_logits, options.empty_lse)
-
-    return run

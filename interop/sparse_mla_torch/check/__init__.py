@@ -49,7 +49,7 @@ class Check:
         if self._checkpoint is not None:
             self._model = presets.load_checkpoint(self._checkpoint)
         else:
-            self._model = presets.on_device_of_jax(presets.build_preset(self._preset, self._seed))
+            self._model = presets.build_preset(self._preset, self._seed)
 
     def compare(self, engine: Any, requests: list[Any]) -> bool:
         """Compares the latest run of a `jax_sparse_mla.serving.engine.Engine`, which it has traced; prints a table.

@@ -33,21 +33,14 @@ TRANSFORMERS = ThreadPoolExecutor(1, "transformers")
 
 @dataclasses.dataclass
 class LayerReport:
-    """One row of the table.
-
-    Attributes:
-      layer, kind: the layer's index, and what it attends to.
-      cosine: the cosine over all outputs of the layer: ours, computed with eager's selected entries, and eager's.
-      worst_row: the lowest cosine of a single row.
-      overlap: the mean share of eager's selected entries that our own selection also has, over the rows whose selection
-        drops entries; None if there are no such rows.
-      dropping_rows: the number of these rows.
-    """
+    """One row of the table."""
 
     layer: int
-    kind: str
-    cosine: float
-    worst_row: float
+    kind: str  # what it attends to, in words
+    cosine: float  # over all outputs of the layer: ours, computed with eager's selected entries, and eager's
+    worst_row: float  # the lowest cosine of a single row
+    # The mean share of eager's selected entries that our own selection has too, over the rows whose selection drops
+    # entries, and how many these are; None without any.
     overlap: float | None
     dropping_rows: int
 
@@ -77,7 +70,7 @@ def compare_layers(
       requests: the requests of that run.
       indices: of the layers; all by default.
     """
-    layers, trace = layers_of(model, engine.spec, engine.ratios), engine.trace
+    layers, trace = layers_of(model, engine.spec), engine.trace
     indices = range(len(layers)) if indices is None else indices
     finished: dict[int, EagerRun] = {}
     futures = [TRANSFORMERS.submit(_run_eager, model, layers, index, trace, requests, finished) for index in indices]

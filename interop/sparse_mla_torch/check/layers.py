@@ -18,23 +18,12 @@ _INDEXERS = (v4.DeepseekV4Indexer, v32.DeepseekV32Indexer, glm.GlmMoeDsaIndexer,
 
 
 class Layer:
-    """The attention module of one layer.
+    """The attention module of one layer, by transformers, the model's rotary embedding, and the layer's kind."""
 
-    Args:
-      module: transformers' module.
-      rotary: the model's rotary embedding.
-      kind: the layer's kind in the model's spec.
-
-    Attributes:
-      has_indexer: whether it attends to entries that an indexer selects.
-      shares: whether it has no indexer of its own and takes what the last layer with one selected.
-    """
-
-    has_indexer = True
-    shares = False
-
-    def __init__(self, module: torch.nn.Module, rotary: torch.nn.Module, kind: LayerKind):
+    def __init__(self, module: torch.nn.Module, rotary: torch.nn.Module | None, kind: LayerKind):
         self.module, self.rotary, self.ratio = module, rotary, kind.ratio
+        self.has_indexer = kind.selected  # whether it attends to entries that an indexer selects
+        self.shares = kind.selects == "shared"  # whether it takes what the last layer with an indexer selected
 
     def eager(self, hidden: torch.Tensor, shared: np.ndarray | None = None) -> tuple[torch.Tensor, np.ndarray | None]:
         """The attention of one whole sequence `[1, n, hidden]`.
@@ -52,10 +41,6 @@ class Layer:
 class V4Layer(Layer):
     """A `DeepseekV4Attention` module; its positions are those of compressed entries."""
 
-    def __init__(self, module: v4.DeepseekV4Attention, rotary: torch.nn.Module, kind: LayerKind):
-        super().__init__(module, rotary, kind)
-        self.has_indexer = kind.selects == "own"
-
     def eager(self, hidden, shared=None):
         position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
         embeddings = {
@@ -71,12 +56,6 @@ class V4Layer(Layer):
 
 class V32Layer(Layer):
     """A `DeepseekV32Attention` or `GlmMoeDsaAttention` module."""
-
-    def __init__(
-        self, module: v32.DeepseekV32Attention | glm.GlmMoeDsaAttention, rotary: torch.nn.Module, kind: LayerKind
-    ):
-        super().__init__(module, rotary, kind)
-        self.shares = module.indexer is None
 
     def eager(self, hidden, shared=None):
         position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
@@ -100,10 +79,6 @@ class V32Layer(Layer):
 class Glm53Layer(Layer):
     """A `Glm5NextTextAttention` or `Glm5NextTextLinearAttention` module."""
 
-    def __init__(self, module: torch.nn.Module, rotary: torch.nn.Module | None, kind: LayerKind):
-        super().__init__(module, rotary, kind)
-        self.has_indexer = not isinstance(module, glm53.Glm5NextTextLinearAttention)
-
     def eager(self, hidden, shared=None):
         if not self.has_indexer:
             return self.module(hidden), None
@@ -112,13 +87,13 @@ class Glm53Layer(Layer):
         return out, selected[0][0].cpu().numpy()
 
 
-def layers_of(model: torch.nn.Module, spec: ModelSpec, ratios: tuple[int, ...]) -> list[Layer]:
+def layers_of(model: torch.nn.Module, spec: ModelSpec) -> list[Layer]:
     """The attention of each layer of a causal model, or of the text model beside a vision tower."""
     decoder = getattr(model.model, "language_model", model.model)
     layer_type = V4Layer if spec.windowed else Glm53Layer if spec.kind().pool > 1 else V32Layer
     rotary = getattr(decoder, "rotary_emb", None)
-    pairs = zip(decoder.layers, ratios, strict=True)
-    return [layer_type(layer.self_attn, rotary, spec.kind(ratio)) for layer, ratio in pairs]
+    pairs = zip(decoder.layers, spec.layers, strict=True)
+    return [layer_type(layer.self_attn, rotary, kind) for layer, kind in pairs]
 
 
 @contextlib.contextmanager

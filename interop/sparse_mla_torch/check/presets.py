@@ -17,7 +17,8 @@ from jax_sparse_mla.serving.presets import CONFIGS, PRESETS
 
 
 def build_preset(name: str, seed: int) -> PreTrainedModel:
-    """The random model of one of PRESETS that the JAX engine has from this seed, in bfloat16 with eager attention."""
+    """The random model of one of PRESETS that the JAX engine has from this seed, in bfloat16 with eager attention; on
+    the GPU if JAX runs there and torch has it too."""
     if name not in CONFIGS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
     jax_model = Model.from_config(CONFIGS[name])
@@ -28,7 +29,7 @@ def build_preset(name: str, seed: int) -> PreTrainedModel:
         for tensor_name, tensor in model.state_dict().items():
             if (stored := checkpoint.canonical_name(tensor_name, jax_model.config)) is not None:
                 tensor.copy_(torch.from_numpy(arrays[stored].astype(np.float32)))
-    return model
+    return model.to("cuda") if jax.default_backend() == "gpu" and torch.cuda.is_available() else model
 
 
 def in_bfloat16(model: PreTrainedModel) -> PreTrainedModel:
@@ -51,8 +52,3 @@ def load_checkpoint(path: str) -> PreTrainedModel:
 def _auto_class(config: Any) -> type:
     """GLM-5.3 has no class without its vision tower that makes logits."""
     return AutoModelForImageTextToText if config.model_type in GLM53_TYPES else AutoModelForCausalLM
-
-
-def on_device_of_jax(model: PreTrainedModel) -> PreTrainedModel:
-    """The model on the GPU if JAX runs there and torch has it too, else as it is."""
-    return model.to("cuda") if jax.default_backend() == "gpu" and torch.cuda.is_available() else model

@@ -25,16 +25,12 @@ _KNOWN_TRITON = ("3.6",)
 _NAME = "sparse_mla_torch_launcher"  # of the module, as in launcher.c
 
 
-def _headers() -> list[str]:
-    return [sysconfig.get_config_var("INCLUDEPY"), str(Path(torch.__file__).with_name("include"))]
-
-
 _LIBRARY = compile_cache.Library(
     name="launcher",
     sources=(Path(__file__).with_name("launcher.c"),),
     compiler="c",
     flags=("-O3",),
-    includes=_headers,
+    includes=lambda: [sysconfig.get_config_var("INCLUDEPY"), str(Path(torch.__file__).with_name("include"))],
     packages=("torch",),
 )
 

@@ -67,15 +67,10 @@ def gather_kv(cache: PagedKV, slots: Tensor, *, out: Tensor | None = None, out_s
 
 
 class SplitScratch(NamedTuple):
-    """Memory of `split_pages`: reuse it for every cache of the same number of pages.
+    """Memory of `split_pages`: reuse it for every cache of the same number of pages."""
 
-    Attributes:
-      seen: int32 `[num_pages + 1]`: which pages were seen, and how many.
-      pages: int32 `[capacity]`.
-    """
-
-    seen: Tensor
-    pages: Tensor
+    seen: Tensor  # int32 `[num_pages + 1]`: which pages were seen, and how many
+    pages: Tensor  # int32 `[capacity]`
 
     @classmethod
     def allocate(cls, num_pages: int, num_slots: int, device: torch.device | str) -> SplitScratch:

@@ -20,18 +20,13 @@ class TopkScratch(NamedTuple):
     """Memory of the Triton kernels for rows longer than a tile; reused from call to call, whatever it holds.
 
     The CUDA kernel, which serves where it can be built, needs none.
-
-    Attributes:
-      thresholds, num_candidates: float32 and int32, one per row.
-      progress: int32, one per program that shares a row.
-      candidates, candidate_positions: as the logits and int32, one per row and candidate.
     """
 
-    thresholds: Tensor
-    progress: Tensor
-    candidates: Tensor
-    candidate_positions: Tensor
-    num_candidates: Tensor
+    thresholds: Tensor  # float32, one per row
+    progress: Tensor  # int32, one per program that shares a row
+    candidates: Tensor  # as the logits, one per row and candidate
+    candidate_positions: Tensor  # int32, likewise
+    num_candidates: Tensor  # int32, one per row
 
     @classmethod
     def allocate(

@@ -100,19 +100,9 @@ def _decode_at_once(operator: Callable, scale: float, takes_lengths: bool, sanit
         elif not takes_lengths:
             lengths = None
         out, lse, schedule.tile_scheduler_metadata, schedule.num_splits = operator(
-            q,
-            k_cache,
-            indices,
-            lengths,
-            attn_sink,
-            schedule.tile_scheduler_metadata,
-            schedule.num_splits,
-            extra_k_cache,
-            extra_indices,
-            extra_lengths,
-            V_DIM,
-            scale,
-        )
+            q, k_cache, indices, lengths, attn_sink, schedule.tile_scheduler_metadata, schedule.num_splits,
+            extra_k_cache, extra_indices, extra_lengths, V_DIM, scale,
+        )  # fmt: skip
         return out, lse
 
     return run

@@ -53,10 +53,7 @@ def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     batch, q_len, heads, _ = q.shape
     shape = kernels.CallShape(layout, batch * q_len, heads, tuple(tables), options.softmax_scale, has_sink)
     launches = kernels.launches(
-        shape,
-        launch_device(q.device),
-        empty_is_inf=options.empty_lse > 0,
-        may_split=not options.batch_invariant,
+        shape, launch_device(q.device), empty_is_inf=options.empty_lse > 0, may_split=not options.batch_invariant
     )
     attend = Attention(*launches)
 
@@ -79,11 +76,7 @@ def prefill(options, q, table, has_sink) -> Callable[..., Results]:
     q_len, heads, qk_dim = q.shape
     shape = kernels.CallShape(workspace_layout(qk_dim), q_len, heads, (table,), options.softmax_scale, has_sink)
     launches = kernels.launches(
-        shape,
-        launch_device(q.device),
-        empty_is_inf=options.empty_lse > 0,
-        max_logits=True,
-        may_split=False,
+        shape, launch_device(q.device), empty_is_inf=options.empty_lse > 0, max_logits=True, may_split=False
     )
     attend = Attention(*launches)
 
