@@ -170,9 +170,10 @@ def assemble_v4(arrays: dict[str | tuple[int, str], Any]) -> V4Metadata:
 
 
 def has_v4_kernel(spec: ModelSpec) -> bool:
-    """Whether the kernel serves the model's compress ratios: one whose layers select, and beside it one more."""
-    selected = [kind.selected for kind in spec.kinds if kind.ratio]
-    return selected.count(True) <= 1 and selected.count(False) <= selected.count(True)
+    """Whether the kernel serves the model's compress ratios: none, or one whose layers select by keys of a second
+    compressor, and beside it one whose layers do not select."""
+    kinds = [kind for kind in spec.kinds if kind.ratio]
+    return not kinds or (len(kinds) <= 2 and [x.index_keys for x in kinds if x.selected] == ["compressor"])
 
 
 def build_v4_reference(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4Metadata:

@@ -205,6 +205,7 @@ def test_a_model_whose_pages_take_several_programs(mode):
 
 def test_which_models_have_a_kernel():
     ratios = {(): True, (0,): True, (0, 4): True, (0, 4, 128): True, (0, 128): False, (0, 2, 4, 8): False}
+    ratios |= {(0, 1): False, (0, 2): False, (2, 4): False}  # of V4.1
     for given_ratios, expected in ratios.items():
         assert has_v4_kernel(dataclasses.replace(DEEPSEEK_V4_FLASH, compress_ratios=given_ratios)) == expected
 
