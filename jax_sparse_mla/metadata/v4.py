@@ -147,9 +147,7 @@ def _build_v4(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4
 
         mode, requests = row_constants(batch.mode, batch.num_draft_tokens), batch.seq_lens.shape[0]
         constants = v4.v4_constants(spec, mode, requests, tokens)
-        by_request = batch.req_pool_indices, batch.seq_lens, batch.extend_lens
-        arrays = (*by_request, batch.out_cache_loc, tables.req_to_token, tables.full_to_swa)
-        return assemble_v4(v4.v4_metadata(executor(), constants, *arrays, tokens=tokens))
+        return assemble_v4(v4.v4_metadata(executor(), constants, batch, tables, tokens=tokens))
 
     plain = functools.partial(build_v4_reference, spec)
     if not has_v4_kernel(spec) or not tokens or not all(x.size for x in jax.tree.leaves((batch, tables))):
