@@ -156,9 +156,12 @@ def one_by_one(case: Case) -> tuple:
     """The same by the kernels of the parts, on tensors of its own."""
     step, swa = tensors(case.step), tensor(case.swa)
 
-    def pages(cache, page_size):
+    def where(cache):
         count = len(cache) // case.layers
-        return Pages(case.layout, page_size, case.layer * count, count)
+        return case.layer * count, count
+
+    def pages(cache, page_size):
+        return Pages(case.layout, page_size, *where(cache))
 
     def share(x):
         rows = len(x) // case.layers
@@ -192,7 +195,7 @@ def one_by_one(case: Case) -> tuple:
         results[1:4] = cache, *state
     if case.ratio == 4:
         kept, slots, state, cache = compress(case.indexer, EPS[1])
-        indexer.write_index_k(execute, cache, slots, kept, hadamard=True, pages=pages(cache))
+        indexer.write_index_k(execute, cache, slots, kept, hadamard=True, pages=where(cache))
         values, scale = indexer.quantize_index_q(execute, tensor(case.queries[0]), hadamard=True)
         results[4:7] = cache, *state
         results += [values, tensor(case.queries[1]) * scale]
