@@ -1,12 +1,14 @@
-"""Runs a benchmark: `python -m benchmarks OPERATION [ARGUMENTS]`; without an operation, lists them.
+"""Runs benchmarks: `python -m benchmarks OPERATION … [ARGUMENTS]`; without an operation, lists them.
 
-Each prints a table and writes its rows as JSON to $OUT or benchmarks/out. `OPERATION --help` shows the arguments,
-`OPERATION --dry-run` lists the cases and needs no GPU. `benchmarks/results.json` has the rows that the documents print.
+Several operations run one after the other, each in a process of its own with the same arguments; the exit status is the
+worst of theirs. Each prints a table and writes its rows as JSON to $OUT or benchmarks/out. `OPERATION --help` shows the
+arguments, `OPERATION --dry-run` lists the cases and needs no GPU. `benchmarks/results.json` has the documents' rows.
 """
 
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 
 OPERATIONS = {  # the module, and what it measures
@@ -34,14 +36,32 @@ OPERATIONS = {  # the module, and what it measures
 }
 
 
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The operations that a command names, and the arguments behind them."""
+    count = 0
+    while words[count:] and words[count] in OPERATIONS:
+        count += 1
+        if words[count - 1] in ("engines", "several_gpus"):  # whose own first argument may have an operation's name
+            break
+    return words[:count], words[count:]
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """The exit status of an operation."""
+    sys.argv = [f"python -m benchmarks {name}", *arguments]
+    return importlib.import_module(f"benchmarks.{OPERATIONS[name][0]}").main() or 0
+
+
 def main() -> int:
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in OPERATIONS:
+    names, arguments = split(sys.argv[1:])
+    if not names:
         print(__doc__)
         print("\n".join(f"    {operation:14} {what}" for operation, (_, what) in OPERATIONS.items()))
-        return int(name not in ("", "-h", "--help"))
-    sys.argv[:2] = [f"python -m benchmarks {name}"]
-    return importlib.import_module(f"benchmarks.{OPERATIONS[name][0]}").main() or 0
+        return int(arguments not in ([], ["-h"], ["--help"]))
+    if len(names) == 1:
+        return run(*names, arguments)
+    commands = ([sys.executable, "-m", "benchmarks", name, *arguments] for name in names)
+    return max(abs(subprocess.run(command).returncode) for command in commands)
 
 
 if __name__ == "__main__":

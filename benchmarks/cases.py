@@ -105,7 +105,7 @@ def _attempt(task: Task, backend: str, device: str) -> dict:
 
 
 def _launched(call, backend: str):
-    """What `flash_mla` does with a call whose backend the environment names; results are poisoned before."""
+    """The call as `flash_mla` makes it, by the backend that the environment names; results are poisoned before."""
     import torch
     from sparse_mla_torch.attention import decode, pages, prefill
 
@@ -240,9 +240,9 @@ def main() -> int:
                 print(f"FAILED {task.id}\n       {entry['why']}", flush=True)
             if time.monotonic() > deadline:
                 break
-    found = row(args.backend, entries)
-    show(found)
-    covered, strata = ({task.shape.stratum for task in some} for some in (entries, tasks))
+    counts = row(args.backend, entries)
+    show(counts)
+    covered, strata = ({task.shape.stratum for task in group} for group in (entries, tasks))
     print(f"{len(entries)} of {len(tasks)} cases, {len(covered)} of {len(strata)} strata")
-    write(f"cases_{args.backend}", [found])
-    return int(found["failed"] > 0)
+    write(f"cases_{args.backend}", [counts])
+    return int(counts["failed"] > 0)

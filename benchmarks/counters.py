@@ -1,4 +1,4 @@
-"""What limits our kernels: hardware counters of one launch each, read by Nsight Compute.
+"""The limits of our kernels: hardware counters of one launch each, read by Nsight Compute.
 
     python -m benchmarks counters [--only "decode" ...] [--ncu /path/to/ncu]
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import decode
-from benchmarks.harness import ROOT, described, parser, write
+from benchmarks.harness import ROOT, described, parser, status, write
 
 SECTIONS = "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "WarpStateStats"
 SHOWN = "Duration", "DRAM Throughput", "L2 Cache Throughput", "L1/TEX Cache Throughput", "Issue Slots Busy"
@@ -84,7 +84,7 @@ CASES: dict[str, Callable[[], Callable[[], object]]] = {
 
 
 def launch(name: str) -> None:
-    """What ncu runs: it looks at the last call only."""
+    """Calls a case, for ncu, which looks at the last call only."""
     call = CASES[name]()
     for _ in range(WARM_UP):
         call()
@@ -96,18 +96,18 @@ def launch(name: str) -> None:
 
 
 def metrics(lines: Iterable[str]) -> list[dict]:
-    """Of ncu's table in CSV, `{"kernel": name, "metrics": {"metric [unit]": number}}` for each launch."""
-    table, found = list(lines), {}
+    """`{"kernel": name, "metrics": {"metric [unit]": number}}` for each launch in ncu's table, which is CSV."""
+    table, launches = list(lines), {}
     start = next((i for i, line in enumerate(table) if line.startswith('"ID"')), len(table))
     for row in csv.DictReader(table[start:]):
-        kernel = found.setdefault(row["ID"], {"kernel": row["Kernel Name"][:120], "metrics": {}})
+        kernel = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"][:120], "metrics": {}})
         try:
             value = float(row["Metric Value"].replace(",", ""))
         except ValueError:  # a rule's row, or a metric that is a word
             continue
         unit = f" [{row['Metric Unit']}]" if row["Metric Unit"] else ""
         kernel["metrics"][row["Metric Name"] + unit] = value
-    return list(found.values())
+    return list(launches.values())
 
 
 def counted(name: str, ncu: str) -> dict:
@@ -154,4 +154,4 @@ def main() -> int:
         rows.append(counted(name, args.ncu))
         print(_shown(rows[-1]), flush=True)
         write("counters", rows)
-    return int(any("failed" in row for row in rows))
+    return status(rows)

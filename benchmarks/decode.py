@@ -34,7 +34,7 @@ from sparse_mla_torch.attention import decode
 from sparse_mla_torch.attention.pages import pages_of
 
 from benchmarks import peers
-from benchmarks.harness import FLUSHES, NotMeasured, Run, Timer, copy_rate, parser, show, write
+from benchmarks.harness import FLUSHES, NotMeasured, Run, Timer, copy_rate, parser, run_cases, status, write
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 SLOTS = 1 << 20  # of each cache: ten times the L2
@@ -239,14 +239,14 @@ class Problem:
             lengths = self.lengths.repeat_interleave(self.case.q_len)
             valid[1] = torch.arange(slots[1].shape[1], device=q.device) < lengths[:, None]
         valid, count = torch.cat(valid, 1), max(1, case_data.CHUNK // (sum(self.case.columns) * q.shape[-1]))
-        wrong = whole = 0.0
+        wrong = total = 0.0
         for rows in torch.arange(len(q), device=q.device).split(count):
             keys = [ops.gather_kv(cache, x[rows].flatten()) for cache, x in zip(self.caches, slots)]
             keys = torch.cat([x.double().view(len(rows), -1, q.shape[-1]) for x in keys], 1)
             wanted, *_ = case_data.attend(q[rows].double(), keys, valid[rows], call)
             wrong += (out[rows].double() - wanted).square().sum().item()
-            whole += wanted.square().sum().item()
-        return float(f"{math.sqrt(wrong / whole):.3g}")
+            total += wanted.square().sum().item()
+        return float(f"{math.sqrt(wrong / total):.3g}")
 
 
 def our_call(name: str) -> Callable[[], tuple]:
@@ -259,23 +259,29 @@ def our_call(name: str) -> Callable[[], tuple]:
 
 
 def measure_fp8(case: Case, timers: Sequence[Timer], copy: float) -> dict:
-    problem, wheel = Problem(case), peers.find("flash_mla")
+    problem, calls, row = Problem(case), {}, {"table": case.kind}
     os.environ["JAX_SPARSE_MLA_DECODE_BACKEND"] = "hopper"
-    theirs = problem.by_flash_mla(wheel, -(-case.heads // 64) * 64, problem.caches, use_legacy=True)
-    ours = problem.by_flash_mla(drop_in, case.heads, problem.caches)
-    errors = [problem.error(call()[0]) for call in (theirs, ours)]
-    runs = [Run(call, "torch") for call in (theirs, ours)]
+    try:
+        wheel, heads = peers.find("flash_mla"), -(-case.heads // 64) * 64
+        calls["peer"] = problem.by_flash_mla(wheel, heads, problem.caches, use_legacy=True)
+    except NotMeasured as reason:
+        row["not_measured"] = {"flash_mla": str(reason)}
+    calls["ours"] = problem.by_flash_mla(drop_in, case.heads, problem.caches)
+    errors = {name: problem.error(call()[0]) for name, call in calls.items()}
+    runs = [Run(call, "torch") for call in calls.values()]
     flushed = {timer.flush: [round(us, 1) for us in timer.in_turn(runs)] for timer in timers}
-    worst = min(flushed, key=lambda way: flushed[way][0] / flushed[way][1])
-    peer, own = flushed[worst]
-    row = {"case": case.name, "table": case.kind, "peer_us": peer, "ours_us": own, "ratio": round(peer / own, 2)}
-    return row | {"flush": worst, "flushed": flushed, "peer_error": errors[0], "error": errors[1]}
+    worst = min(flushed, key=lambda way: flushed[way][0] / flushed[way][-1])
+    times = dict(zip(calls, flushed[worst]))
+    row |= {f"{name}_us": us for name, us in times.items()}
+    if "peer" in times:
+        row |= {"ratio": round(times["peer"] / times["ours"], 2), "peer_error": errors["peer"]}
+    return row | {"flush": worst, "flushed": flushed, "error": errors["ours"]}
 
 
 def measure_bf16(case: Case, timers: Sequence[Timer], copy: float) -> dict:
     problem, fp8, timer = Problem(case), [FP8[layout] for layout in case.layouts], timers[0]
     of_bytes, of_products = floors(case, copy)
-    row = {"case": case.name, "bytes_us": round(of_bytes, 1), "products_us": round(of_products, 1)}
+    row = {"bytes_us": round(of_bytes, 1), "products_us": round(of_products, 1)}
     calls = {
         "ours": lambda: problem.by_operator(case.layouts, "hopper"),
         "ours_fp8": lambda: problem.by_operator(fp8, "hopper"),
@@ -305,7 +311,7 @@ def floors(case: Case, copy: float) -> tuple[float, float]:
 
 
 def measure_v41(case: Case, timers: Sequence[Timer], copy: float) -> dict:
-    problem, row, outs = Problem(case), {"case": case.name}, []
+    problem, row, outs = Problem(case), {}, []
     for name, backend in (("ours", "hopper"), ("triton", "triton")):
         call = problem.by_operator(case.layouts, backend)
         outs.append(call()[0].double())
@@ -318,7 +324,7 @@ MEASURE = {"fp8": measure_fp8, "bf16": measure_bf16, "v41": measure_v41}
 
 def means(cases: Iterable[Case], rows: Iterable[dict]) -> dict[str, float]:
     """Geometric means of FlashMLA's time over ours."""
-    ratios = {case: row["peer_us"] / row["ours_us"] for case, row in zip(cases, rows)}
+    ratios = {case: row["peer_us"] / row["ours_us"] for case, row in zip(cases, rows) if "ratio" in row}
 
     def one_token(heads: int, most: int) -> Callable[[Case], bool]:
         start = f"V4 Flash, {heads} heads"
@@ -331,32 +337,40 @@ def means(cases: Iterable[Case], rows: Iterable[dict]) -> dict[str, float]:
         "V4 Flash, 16 heads (FlashMLA padded to 64), 1 token, batch 1 to 16": one_token(16, 16),
         "the same, batch 1 to 256": one_token(16, 256),
     }
-    found = {name: [ratio for case, ratio in ratios.items() if belongs(case)] for name, belongs in groups.items()}
-    result = {name: math.exp(statistics.mean(map(math.log, some))) for name, some in found.items() if some}
+    members = {name: [ratio for case, ratio in ratios.items() if belongs(case)] for name, belongs in groups.items()}
+    result = {name: statistics.geometric_mean(group) for name, group in members.items() if group}
     production = [ratio for case, ratio in ratios.items() if case.kind == PRODUCTION]
     return result | ({"least of the production rows": min(production)} if production else {})
+
+
+def add_v4(cases: Sequence[Case], rows: Sequence[dict]) -> None:
+    """Adds the time of V4's own layouts over ours to the rows of the same batch."""
+    pairs = [(case, row) for case, row in zip(cases, rows) if "ours_us" in row]
+    of_v4 = {case.batch: row["ours_us"] for case, row in pairs if case.layouts == V41_PAIRS[0]}
+    for case, row in pairs:
+        if case.batch in of_v4:
+            row["v4_over_ours"] = round(of_v4[case.batch] / row["ours_us"], 3)
 
 
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--table", nargs="*", choices=CASES, default=list(CASES))
-    args = made.parse_args()
+    args, failed = made.parse_args(), 0
     for table in args.table:
         cases = [case for case in CASES[table]() if case.name.startswith(tuple(args.only))]
         if args.dry_run:
             print(*(f"{table}: {case.name}" for case in cases), sep="\n")
             continue
         timers = [Timer(7, flush) for flush in FLUSHES] if table == "fp8" else [Timer()]
-        copy, rows = copy_rate(timers[0]), []
-        for case in cases:
-            rows.append(MEASURE[table](case, timers, copy))
-            if table == "v41" and not any(args.only):  # V4's own layouts are the first of each batch
-                first = rows[len(rows) - 1 - V41_PAIRS.index(case.layouts)]
-                rows[-1]["v4_over_ours"] = round(first["ours_us"] / rows[-1]["ours_us"], 3)
-            show(rows[-1])
-            write(f"decode_{table}", rows, copy_tb_s=round(copy, 3))
+        copy = round(copy_rate(timers[0]), 3)
+        measures = ((case.name, functools.partial(MEASURE[table], case, timers, copy)) for case in cases)
+        rows = run_cases(f"decode_{table}", measures, copy_tb_s=copy)
+        failed |= status(rows)
         if table == "fp8":
-            print(found := means(cases, rows))
-            write("decode_fp8", rows, geometric_means=found)
+            print(ratios := means(cases, rows))
+            write("decode_fp8", rows, copy_tb_s=copy, geometric_means=ratios)
+        elif table == "v41":
+            add_v4(cases, rows)
+            write("decode_v41", rows, copy_tb_s=copy)
         drawn.cache_clear(), written.cache_clear()
-    return 0
+    return failed

@@ -21,7 +21,8 @@ import torch
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import call_cache
 
-from benchmarks.harness import parser, show, write
+from benchmarks import peers
+from benchmarks.harness import NotMeasured, parser, run_cases, status, write
 
 BATCH = 16  # calls in a row: few, so that none waits for the device
 ROUNDS = 101
@@ -117,14 +118,14 @@ def measure(name: str, wheel) -> dict:
         schedule = {"tile_scheduler_metadata": package.get_mla_metadata()[0]} if decodes else {}
         return functools.partial(getattr(package, function), **arguments, **options, **schedule)
 
-    row, graphs, direct = {"case": name}, {"direct": in_a_graph(call(wheel))}, call(wheel)
+    row, graphs, direct = {}, {"direct": in_a_graph(call(wheel))}, call(wheel)
     for backend, options in VARIANTS:
         if backend == "hopper" and not decodes:
             continue  # torch calls its decode alone
         ours = call(flash_mla, **options)
-        own, beyond = beside(direct, ours, backend)
+        us, beyond = beside(direct, ours, backend)
         label = f"{backend or 'routed'}{' valid' if options else ''}"
-        row |= {"direct": round(own, 2), label: round(beyond, 2)}
+        row |= {"direct": round(us, 2), label: round(beyond, 2)}
         graphs[label] = in_a_graph(ours)
     return row | {"in a graph": graphs}
 
@@ -155,15 +156,16 @@ def main() -> int:
     if args.dry_run:
         print(*names, sep="\n")
         return 0
-    import flash_mla as wheel
-
-    rows = []
-    for name in names:
-        rows.append(measure(name, wheel))
-        show(rows[-1])
+    try:
+        wheel = peers.find("flash_mla")
+    except NotMeasured as reason:
+        print(f"FlashMLA cannot be measured here: {reason}")
+        write("drop_in", [], not_measured=str(reason))
+        return 0
+    rows = run_cases("drop_in", ((name, functools.partial(measure, name, wheel)) for name in names))
     memory = leaked(args.calls, "flashmla")
     print(f"{args.calls} calls leave {memory['torch']:.1f} MiB of torch, {memory['process']:.1f} MiB of the process")
     write("drop_in", rows, leaked_mib=memory)
     from jax._src import xla_bridge
 
-    return int(max(memory.values()) > LEAK_MIB or bool(xla_bridge._backends))
+    return int(status(rows) or max(memory.values()) > LEAK_MIB or bool(xla_bridge._backends))

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from benchmarks.harness import Run, Timer, described, parser, show, write
+from benchmarks.harness import Run, Timer, described, parser, run_cases, status
 from jax_sparse_mla import sparse_mla_prefill
 from jax_sparse_mla.attention import gradient
 
@@ -78,11 +78,16 @@ CASES = [
 
 
 def saved(case: Case, arrays: dict) -> tuple:
-    """What the forward pass saves, and the gradients of out and lse."""
-    given = {name: arrays[name] for name in ("q", "kv", "indices", "attn_sink")}
-    out, _, lse = jax.jit(partial(sparse_mla_prefill, softmax_scale=case.qk_dim**-0.5))(**given)
-    q, kv, indices, sink = given.values()
-    return q, kv, indices, None, sink, out, lse, arrays["g_out"], jnp.zeros_like(lse)
+    """The arrays that the forward pass saves, and the gradients of out and lse."""
+    out, _, lse = forward(case, arrays)()
+    q, kv, indices, sink, g_out = arrays.values()
+    return q, kv, indices, None, sink, out, lse, g_out, jnp.zeros_like(lse)
+
+
+def forward(case: Case, arrays: dict) -> Callable[[], tuple]:
+    call = jax.jit(partial(sparse_mla_prefill, softmax_scale=case.qk_dim**-0.5))
+    q, kv, indices, sink, _ = arrays.values()
+    return lambda: call(q, kv, indices, attn_sink=sink)
 
 
 def cudnn_frontend(case: Case, saved: tuple) -> Callable[[], tuple]:
@@ -93,8 +98,8 @@ def cudnn_frontend(case: Case, saved: tuple) -> Callable[[], tuple]:
     scale = case.qk_dim**-0.5
 
     def run() -> tuple:
-        found = call(q, kv, out, g, lse, sink, indices, softmax_scale=scale)
-        return found["dq"], found["dkv"]
+        gradients = call(q, kv, out, g, lse, sink, indices, softmax_scale=scale)
+        return gradients["dq"], gradients["dkv"]
 
     return run
 
@@ -121,16 +126,16 @@ def peers(case: Case, folder: str | None, saved: tuple) -> dict[str, Callable[[]
     makers = {"cudnn-frontend": cudnn_frontend}
     if folder and case.causal:
         makers["tilelang"] = partial(tilelang, folder)
-    found = {}
+    runs = {}
     for name, make in makers.items():
         try:
             run = make(case, saved)
             run()
             torch.cuda.synchronize()
-            found[name] = run
-        except Exception as error:  # whatever keeps another project's kernel from running here is the result
-            found[name] = described(error)
-    return found
+            runs[name] = run
+        except Exception as error:  # whatever keeps another project's kernel from running is the result
+            runs[name] = described(error)
+    return runs
 
 
 def on_host(x) -> np.ndarray:
@@ -180,10 +185,10 @@ def distances(run: Callable[[], tuple], wanted: Iterable[np.ndarray]) -> dict[st
     return dict(zip(("dq", "dkv"), map(distance, map(on_host, run()), wanted)))
 
 
-def distance(found, wanted) -> float:
+def distance(actual, wanted) -> float:
     """The norm of the difference over that of what is wanted, with three digits."""
-    found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
-    return float(f"{np.linalg.norm(found - wanted) / np.linalg.norm(wanted):.2e}")
+    actual, wanted = (np.asarray(x, np.float64) for x in (actual, wanted))
+    return float(f"{np.linalg.norm(actual - wanted) / np.linalg.norm(wanted):.2e}")
 
 
 def exact(q, kv, indices, sink, g, scale) -> tuple[np.ndarray, np.ndarray]:
@@ -210,7 +215,7 @@ def measure(case: Case, folder: str | None, timer: Timer) -> dict:
     arrays = case.arrays()
     inputs = saved(case, arrays)
     runs = sides(case, folder, inputs)
-    row = {"case": case.name}
+    row: dict = {}
     if missing := {name: why for name, why in runs.items() if isinstance(why, str)}:
         row["not_measured"] = missing
     runs = {name: run for name, run in runs.items() if not isinstance(run, str)}
@@ -222,10 +227,9 @@ def measure(case: Case, folder: str | None, timer: Timer) -> dict:
         us[name] = round(timer(Run(run, "jax" if name in OURS else "torch")), 1)
         busy_us[name] = round(timer.busy[0], 1)
         if name in OURS:
-            kernel_us[name] = round(sum(x.duration for x in timer.operations if "backward_kernel" in x.name), 1)
-    forward = {name: arrays[name] for name in ("q", "kv", "indices", "attn_sink")}
-    forward = partial(jax.jit(partial(sparse_mla_prefill, softmax_scale=case.qk_dim**-0.5)), **forward)
-    row["forward_us"] = round(timer(Run(forward, "jax")), 1)
+            kernels = [x for x in timer.operations if "backward_kernel" in x.name]
+            kernel_us[name] = round(sum(x.end - x.start for x in kernels) / 1e3, 1)
+    row["forward_us"] = round(timer(Run(forward(case, arrays), "jax")), 1)
     row |= {"us": us, "busy_us": busy_us, "kernel_us": kernel_us}
     row["tflops"] = {name: round(case.flop / x / 1e6, 1) for name, x in us.items()}
     row["peer_over_ours"] = {name: round(x / us["ours"], 3) for name, x in us.items() if name not in OURS}
@@ -241,9 +245,5 @@ def main() -> int:
     if args.dry_run:
         print(*(case.name for case in cases), sep="\n")
         return 0
-    timer, rows = Timer(repeats=args.repeats), []
-    for case in cases:
-        rows.append(measure(case, args.tilelang, timer))
-        show(rows[-1])
-        write("gradient", rows)
-    return 0
+    timer = Timer(repeats=args.repeats)
+    return status(run_cases("gradient", ((case.name, partial(measure, case, args.tilelang, timer)) for case in cases)))

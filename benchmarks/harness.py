@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import importlib.metadata
 import json
@@ -55,7 +56,7 @@ def environment() -> dict:
     device, _, driver = (gpu or "").splitlines()[0].partition(", ") if gpu else (None, None, None)
     changed = "-dirty" if _output("git", "-C", str(ROOT), "status", "--porcelain") else ""
     commit = os.environ.get("COMMIT") or f"{_output('git', '-C', str(ROOT), 'log', '-1', '--format=%h') or ''}{changed}"
-    versions = {name: found for name in _PACKAGES if (found := version(name))}
+    versions = {name: number for name in _PACKAGES if (number := version(name))}
     command = " ".join(["python", *sys.orig_argv[1:]])
     return {"device": device, "driver": driver, "versions": versions, "commit": commit, "command": command}
 
@@ -92,10 +93,11 @@ def write(name: str, rows: Sequence[dict], **more: object) -> None:
     partial.replace(folder / f"{name}.json")
 
 
-def parser(description: str, cases: str = "cases whose names begin so") -> argparse.ArgumentParser:
-    """A benchmark's arguments: which cases, and whether only to list them."""
+def parser(description: str, only: str | None = "cases whose names begin so") -> argparse.ArgumentParser:
+    """A benchmark's arguments: which cases, where `only` says how they are named, and whether only to list them."""
     made = argparse.ArgumentParser(description=description.splitlines()[0])
-    made.add_argument("--only", nargs="*", default=[""], metavar="NAME", help=cases)
+    if only:
+        made.add_argument("--only", nargs="*", default=[""], metavar="NAME", help=only)
     made.add_argument("--dry-run", action="store_true", help="list the cases; needs no GPU")
     return made
 
@@ -109,6 +111,34 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:400]
 
 
+def attempt(measure: Callable[[], dict]) -> dict:
+    """The result of `measure`, or why it was not measured or failed, which costs only itself."""
+    try:
+        return measure()
+    except NotMeasured as reason:
+        return {"not_measured": str(reason)}
+    except Exception as error:
+        return {"failed": described(error)}
+
+
+def run_cases(name: str, cases: Iterable[tuple[str, Callable[[], dict]]], **more: object) -> list[dict]:
+    """A row for each case's name and `measure`, printed as it comes and written to NAME.json."""
+    rows = []
+    for case, measure in cases:
+        rows.append({"case": case, **attempt(measure)})
+        show(rows[-1])
+        write(name, rows, **more)
+        gc.collect()  # an engine may be part of a cycle, and holds its caches
+        if torch is not None:
+            torch.cuda.empty_cache()
+    return rows
+
+
+def status(rows: Iterable[dict]) -> int:
+    """A benchmark's exit status: 1 where a case failed."""
+    return int(any("failed" in row for row in rows))
+
+
 # --- time ------------------------------------------------------------------------------------------
 
 
@@ -120,11 +150,43 @@ class Run(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A kernel, copy or fill on the device; microseconds since the call's first one began."""
+    """A kernel, copy or fill on a device; nanoseconds. All that one launch of a CUDA graph runs has its id."""
 
     name: str
-    start: float
-    duration: float
+    start: int
+    end: int
+    launch: int
+    device: int
+
+
+def device_operations(run: Callable[[], object]) -> list[Operation]:
+    """The operations of all GPUs while `run()` runs, which must wait for them; in order of start."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        run()
+    operations = [
+        Operation(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id(), e.device_index())
+        for e in profiler.profiler.kineto_results.events()
+        if "CUDA" in str(e.device_type())
+    ]
+    return sorted(operations, key=lambda operation: operation.start)
+
+
+def busy(operations: Iterable[Operation]) -> int:
+    """Nanoseconds in which at least one of these operations runs."""
+    covered = last = 0
+    for start, end in sorted((operation.start, operation.end) for operation in operations):
+        covered += max(0, end - max(start, last))
+        last = max(last, end)
+    return covered
+
+
+def busy_by_gpu(run: Callable[[], object]) -> list[int]:
+    """Nanoseconds that each GPU works while `run()` runs, which must wait for them."""
+    operations = device_operations(run)
+    devices = sorted({operation.device for operation in operations})
+    return [busy(operation for operation in operations if operation.device == device) for device in devices]
 
 
 class Timer:
@@ -138,10 +200,6 @@ class Timer:
     """
 
     def __init__(self, repeats: int = 15, flush: str = READ):
-        # JAX is imported where it is used: engines' processes import this module, and not all of them have JAX.
-        import jax
-        import jax.numpy as jnp
-
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch allocates on the same GPU
         self.repeats, self.flush = repeats, flush
         if flush == STEP:
@@ -151,10 +209,14 @@ class Timer:
         self.busy: list[float] = []
         self._torch_flush = torch.ones(FLUSH_BYTES // 4, device="cuda")
         self._torch_mark = torch.zeros(3, device="cuda")
-        self._jax_flush = jax.jit(lambda x: x.sum())
-        self._jax_buffer = jnp.ones(FLUSH_BYTES // 4)
-        self._jax_mark = jax.jit(jnp.cosh)
-        self._jax_marked = jnp.zeros(3)
+
+    @functools.cached_property
+    def _jax(self) -> tuple:
+        """JAX's flush and mark, each behind with its array; not every process of an engine has JAX."""
+        import jax
+        import jax.numpy as jnp
+
+        return jax.jit(lambda x: x.sum()), jnp.ones(FLUSH_BYTES // 4), jax.jit(jnp.cosh), jnp.zeros(3)
 
     def __call__(self, run: Run) -> float:
         """The median in microseconds; the device operations of the last repeat stay in `operations`."""
@@ -182,35 +244,32 @@ class Timer:
                 break
         else:
             raise RuntimeError(f"the profiler saw {len(spans)} calls of {count}, and no operation in those at {empty}")
-        first = spans[-1][0][1]
-        self.operations = [Operation(name[:90], (s - first) / 1e3, (e - s) / 1e3) for name, s, e in spans[-1]]
+        self.operations = spans[-1]
 
         def medians(microseconds: list[float]) -> list[float]:
             return [statistics.median(microseconds[i :: len(runs)]) for i in range(len(runs))]
 
-        self.busy = medians([busy([(start, end) for _, start, end in span]) / 1e3 for span in spans])
-        return medians([(max(end for *_, end in span) - span[0][1]) / 1e3 for span in spans])
+        self.busy = medians([busy(span) / 1e3 for span in spans])
+        return medians([(max(operation.end for operation in span) - span[0].start) / 1e3 for span in spans])
 
-    def _profiled(self, runs: Sequence[Run]) -> list[list[tuple[str, int, int]]]:
-        """Each call's operations that the profiler saw: name, start and end in nanoseconds. Without one of the marks,
-        of which there are two for each call, there is a call less."""
-        from torch.profiler import ProfilerActivity, profile
+    def _profiled(self, runs: Sequence[Run]) -> list[list[Operation]]:
+        """Each call's operations that the profiler saw. Without one of the marks, of which there are two for each call,
+        there is a call less."""
 
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:
+        def turns() -> None:
             for _ in range(self.repeats):
                 for run in runs:
                     self._once(run)
             self._wait()
-        events = prof.profiler.kineto_results.events()
-        events = sorted((e for e in events if "CUDA" in str(e.device_type())), key=lambda e: e.start_ns())
+
         spans, inside = [], False
-        for event in events:
-            if "cosh" in event.name():
+        for operation in device_operations(turns):
+            if "cosh" in operation.name:
                 inside = not inside
                 if inside:
                     spans.append([])
             elif inside:
-                spans[-1].append((event.name(), event.start_ns(), event.start_ns() + event.duration_ns()))
+                spans[-1].append(operation)
         return spans[:-1] if inside else spans
 
     def _once(self, run: Run) -> None:
@@ -222,11 +281,12 @@ class Timer:
         elif self.flush != READ:
             raise ValueError(f"a call of JAX is timed behind {READ!r} alone, got {self.flush!r}")
         else:
+            flush, buffer, mark, marked = self._jax
             for _ in range(3):
-                self._jax_flush(self._jax_buffer)
-            self._jax_mark(self._jax_marked)
+                flush(buffer)
+            mark(marked)
             out = run.call()
-            self._jax_mark(self._jax_marked)
+            mark(marked)
             del out
 
     def _flush_by_torch(self) -> None:
@@ -237,9 +297,9 @@ class Timer:
             self._torch_flush.zero_() if self.flush == WRITE else self._torch_flush.sum()
 
     def _wait(self) -> None:
-        import jax
-
-        jax.block_until_ready(self._jax_flush(self._jax_buffer))
+        if "_jax" in vars(self):  # a call of JAX was made
+            flush, buffer, *_ = self._jax
+            flush(buffer).block_until_ready()
         torch.cuda.synchronize()
 
 
@@ -257,26 +317,28 @@ def in_place(function: Callable, state: object, *args) -> Run:
     import jax
 
     jitted = jax.jit(function, donate_argnums=0)
-    kept = [state]
+    states = [state]
 
     def call():
-        kept[0] = jitted(kept[0], *args)
-        return kept[0]
+        states[0] = jitted(states[0], *args)
+        return states[0]
 
     return Run(call, "jax")
 
 
-def host_time(run: Run, calls: int, times: int = 9) -> float:
+def host_time(run: Run, calls: int) -> float:
     """Microseconds until `calls` calls are enqueued, per call; so few that none waits for the device."""
 
     def wait(out):
+        if run.framework == "torch":
+            return torch.cuda.synchronize()
         import jax
 
-        jax.block_until_ready(out) if run.framework == "jax" else torch.cuda.synchronize()
+        return jax.block_until_ready(out)
 
     wait(run.call())
     enqueued = []
-    for _ in range(times):
+    for _ in range(9):
         start = time.perf_counter()
         for _ in range(calls):
             out = run.call()
@@ -285,15 +347,17 @@ def host_time(run: Run, calls: int, times: int = 9) -> float:
     return round(statistics.median(enqueued), 1)
 
 
-def copy_rate(timer: Timer, moved: int = 2 << 30) -> float:
-    """TB/s of a device copy that reads and writes `moved` bytes in all."""
+def copy_rate(timer: Timer) -> float:
+    """TB/s of a device copy that reads and writes 2 GiB in all."""
+    moved = 2 << 30
     source = torch.randint(0, 2**31 - 1, (moved // 8,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
     return moved / timer(Run(lambda: target.copy_(source), "torch")) / 1e6
 
 
-def matmul_rate(timer: Timer, n: int = 8192, unit: str = "bf16") -> float:
-    """TFLOP/s of an n x n x n matrix product of random values through torch, in bf16 or fp8 (e4m3, bf16 result)."""
+def matmul_rate(timer: Timer, unit: str) -> float:
+    """TFLOP/s of a square matrix product of random values through torch, in bf16 or fp8 (e4m3, bf16 result)."""
+    n = 8192
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     if unit == "bf16":
         return 2 * n**3 / timer(Run(lambda: a @ b, "torch")) / 1e6
@@ -301,29 +365,6 @@ def matmul_rate(timer: Timer, n: int = 8192, unit: str = "bf16") -> float:
     a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).T
     product = Run(lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), "torch")
     return 2 * n**3 / timer(product) / 1e6
-
-
-def gpu_work(run: Callable[[], object]) -> list[list[tuple[tuple[int, int], str]]]:
-    """What each GPU does while `run()` runs, which must wait for it: (begin and end in ns, name) of each operation."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-    found: dict[int, list[tuple[tuple[int, int], str]]] = {}
-    for event in profiler.profiler.kineto_results.events():
-        if "CUDA" in str(event.device_type()):
-            span = event.start_ns(), event.start_ns() + event.duration_ns()
-            found.setdefault(event.device_index(), []).append((span, event.name()))
-    return [found[device] for device in sorted(found)]
-
-
-def busy(spans: Iterable[tuple[int, int]]) -> int:
-    """The time that at least one of these (start, end) covers."""
-    covered = last = 0
-    for start, end in sorted(spans):
-        covered += max(0, end - max(start, last))
-        last = max(last, end)
-    return covered
 
 
 # --- cases -----------------------------------------------------------------------------------------
@@ -359,14 +400,14 @@ class Spec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What the machine reached in this process: TB/s of a copy, TFLOP/s of matrix products by unit."""
+    """Rates that the machine reached in this process: TB/s of a copy, TFLOP/s of matrix products by unit."""
 
     copy: float
     matmul: dict[str, float]
 
     @classmethod
     def measure(cls, timer: Timer) -> Ceilings:
-        return cls(copy_rate(timer), {unit: matmul_rate(timer, unit=unit) for unit in ("bf16", "fp8")})
+        return cls(copy_rate(timer), {unit: matmul_rate(timer, unit) for unit in ("bf16", "fp8")})
 
     def microseconds(self, case: Case) -> float:
         """The least time that the case can take."""
@@ -400,13 +441,13 @@ def lines(row: dict) -> list[str]:
     """One line for each way to launch ours beside the best peer, and for what failed."""
     peer, ceiling = min(row["peers"], key=row["peers"].get, default=None), row["ceiling_us"]
     beside = f"{peer:>12} {row['peers'][peer]:9.1f}" if peer else f"{'-':>12} {'-':>9}"
-    found = []
+    text = []
     for name, us in row["ours"].items():
         ratio = f"{row['peers'][peer] / us:6.2f}" if peer else f"{'-':>6}"
-        found.append(f"{row['case']:52} {beside} {name:>16} {us:9.1f} {ratio} {ceiling:9.1f} {ceiling / us:6.0%}")
+        text.append(f"{row['case']:52} {beside} {name:>16} {us:9.1f} {ratio} {ceiling:9.1f} {ceiling / us:6.0%}")
     for key in ("not_measured", "failed"):
-        found += [f"{row['case']:52} {name} {key.replace('_', ' ')}: {why}" for name, why in row.get(key, {}).items()]
-    return found
+        text += [f"{row['case']:52} {name} {key.replace('_', ' ')}: {why}" for name, why in row.get(key, {}).items()]
+    return text
 
 
 def compare(operation: str, description: str, specs: Iterable[Spec]) -> int:
@@ -434,7 +475,7 @@ def compare(operation: str, description: str, specs: Iterable[Spec]) -> int:
         write(operation, rows, copy_tb_s=ceilings.copy, matmul_tflops=ceilings.matmul)
         gc.collect()
         torch.cuda.synchronize()  # ends here where a case has broken the GPU's context
-    return int(any("failed" in row for row in rows))
+    return status(rows)
 
 
 def operation(name: str, description: str, specs: Callable[[], Iterable[Spec]]) -> Callable[[], int]:

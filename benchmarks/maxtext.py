@@ -12,6 +12,7 @@ cuBLAS's by its own choice, since XLA would compile and time many kernels for ea
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.harness import ROOT, parser, write
+from benchmarks.harness import ROOT, parser, run_cases, status
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
@@ -39,6 +40,7 @@ else:
 
 MiB = 2**20
 FLAGS = "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0"
+STEPS = 3  # that are timed
 PARTS = ("forward", "serve", "train")
 MODELS = ("v4", "v32")
 MOST_SELECTED = {"v4": 512, "v32": 2048}
@@ -53,22 +55,22 @@ class Run(NamedTuple):
     why_not: str | None = None
     compile_seconds: float | None = None
 
-    def facts(self) -> dict:
+    def figures(self) -> dict:
         times = {"seconds": self.seconds, "compile seconds": self.compile_seconds}
         return {"MiB": self.mib, **times, "why not": self.why_not}
 
 
-def run(function: Callable, *arguments, dense: bool, steps: int = 3) -> Run:
+def run(function: Callable, *arguments, dense: bool) -> Run:
     """Compiles and runs it; `dense` without the adapter."""
     if not dense:
         attention.install()
     mib, compiled, began = None, None, time.perf_counter()
     try:
-        program = jax.jit(lambda *given: function(*given)).lower(*arguments).compile()
+        program = jax.jit(lambda *arrays: function(*arrays)).lower(*arguments).compile()
         compiled = time.perf_counter() - began
         mib = program.memory_analysis().temp_size_in_bytes / MiB
         seconds = []
-        for _ in range(1 + steps):
+        for _ in range(1 + STEPS):
             start = time.perf_counter()
             result = jax.block_until_ready(program(*arguments))
             seconds.append(time.perf_counter() - start)
@@ -91,7 +93,7 @@ def config(args, name: str, length: int, dtype: str, **options):
     return small.config(name, max_target_length=length, dtype=dtype, indexer_topk=topk, **heads, **options)
 
 
-def programs(args, name: str, length: int, make: Callable, steps: int = 3, **options) -> dict[str, Run]:
+def programs(args, name: str, length: int, make: Callable, **options) -> dict[str, Run]:
     """Dense in float32, dense in bfloat16 and through the adapter; `make(cfg, model)` gives function and weights."""
     runs = {}
     for kind, dtype in (("float32", "float32"), ("dense", "bfloat16"), ("ours", "bfloat16")):
@@ -102,14 +104,14 @@ def programs(args, name: str, length: int, make: Callable, steps: int = 3, **opt
         model, mesh = small.build(cfg)
         function, weights = make(cfg, model)
         with small.running(cfg, mesh):
-            runs[kind] = run(function, weights, small.tokens(cfg, length), dense=kind != "ours", steps=steps)
-        print(f"  {name} {length} {kind}: {runs[kind].facts()}", flush=True)
+            runs[kind] = run(function, weights, small.tokens(cfg, length), dense=kind != "ours")
+        print(f"  {name} {length} {kind}: {runs[kind].figures()}", flush=True)
     return runs
 
 
 def forward(args, name: str, length: int) -> dict:
     runs = programs(args, name, length, lambda cfg, model: small.forward(model))
-    result = {kind: r.facts() for kind, r in runs.items()}
+    result = {kind: r.figures() for kind, r in runs.items()}
     exact, dense, ours = (runs[kind].result for kind in ("float32", "dense", "ours"))
     if exact is not None:
         result["rms to float32"] = {
@@ -148,7 +150,7 @@ def train(args, name: str, length: int) -> dict:
     options = {"indexer_sparse_training": True, "remat_policy": "full"}
     runs = programs(args, name, length, small.gradients, **options)
     losses = {kind: None if r.result is None else float(r.result[0]) for kind, r in runs.items()}
-    result = {kind: {"loss": losses[kind], **r.facts()} for kind, r in runs.items()}
+    result = {kind: {"loss": losses[kind], **r.figures()} for kind, r in runs.items()}
     gradients = {kind: small.named(r.result[1]) for kind, r in runs.items() if r.result is not None}
     for a, b in (("ours", "dense"), ("dense", "float32"), ("ours", "float32")):
         if a in gradients and b in gradients:
@@ -167,7 +169,6 @@ def main() -> int:
     made.add_argument("--train-lengths", nargs="+", type=int, default=(8192, 32768))
     made.add_argument("--one-layer", action="store_true", help="both then select the same keys: no ties flip")
     args = made.parse_args()
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"  # JAX reads it with its first array
     cases = [("forward", forward, name, length) for name in args.models for length in args.lengths]
     cases += [("serve", serve, "v4", 576)] if "v4" in args.models else []
     cases += [("train", train, name, length) for name in args.models for length in args.train_lengths]
@@ -178,9 +179,6 @@ def main() -> int:
         return 0
     if missing is not None:
         raise SystemExit(f"MaxText cannot be imported: {missing}")
-    rows = []
-    for part, function, name, length in cases:
-        rows.append({"case": f"{part} {name} {length}", **function(args, name, length)})
-        print(*(f"  {key}: {value}" for key, value in rows[-1].items()), sep="\n", flush=True)
-        write("maxtext", rows, heads=args.heads, one_layer=args.one_layer)
-    return 0
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"  # JAX reads it with its first array
+    measures = ((f"{part} {name} {n}", functools.partial(function, args, name, n)) for part, function, name, n in cases)
+    return status(run_cases("maxtext", measures, heads=args.heads, one_layer=args.one_layer))

@@ -71,9 +71,9 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
 def groups(tests: str | None = None) -> dict[str, list[str]]:
-    """What python runs, by group; `tests` chooses among those of a group, as pytest's -k does."""
+    """Python's arguments by group; `tests` chooses among the tests of a group, as pytest's -k does."""
     control = str(Path(__file__).with_name("memcheck_control.py"))
-    found = {CONTROL + kind: [control, kind] for kind in ("read", "write")}
+    commands = {CONTROL + kind: [control, kind] for kind in ("read", "write")}
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     for path in sorted(path for pattern in _FILES for path in TESTS.rglob(pattern)):
         group = path.stem.removeprefix("test_").removeprefix("triton_")
@@ -81,8 +81,8 @@ def groups(tests: str | None = None) -> dict[str, list[str]]:
         marked = "not soak and not long" if path.name in _QUICK else "not soak"
         for name, chosen in _CHOSEN.get(path.name, {group: _SKIPPED}).items():
             chosen = f"({chosen}) and ({tests})" if tests else chosen
-            found[name] = [*options, "-m", marked, "-k", chosen, str(path)]
-    return found | {group: [str(next(TESTS.rglob(name)))] for group, name in _SCRIPTS.items()}
+            commands[name] = [*options, "-m", marked, "-k", chosen, str(path)]
+    return commands | {group: [str(next(TESTS.rglob(name)))] for group, name in _SCRIPTS.items()}
 
 
 class Sanitizer(NamedTuple):
@@ -98,21 +98,15 @@ def start(group: str, arguments: list[str], sanitizer: Sanitizer, gpu: str) -> s
     # XLA's and torch's pools would hide a step over an array's end.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     alone = alone if sanitizer.tool == "memcheck" else {}
-    paths = [
-        str(TESTS / "support"),
-        str(TESTS / "metadata"),
-        str(ROOT),
-        str(ROOT / "interop"),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": gpu}
+    paths = [str(TESTS / "support"), str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": gpu}
     # Python may take longer than the sanitizer waits by default, where many start at once.
     command = [sanitizer.program, "--tool", sanitizer.tool, "--target-processes", "application-only"]
     command += ["--launch-timeout", "120", "--print-limit", "0"]  # 0: no limit
     command += ["--error-exitcode", str(ERRORS_EXIT), sys.executable, *arguments]
     log = sanitizer.log(group).open("w")
     options = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": ROOT, "start_new_session": True}
-    return subprocess.Popen(command, env=os.environ | alone | own, **options)
+    return subprocess.Popen(command, env=os.environ | alone | variables, **options)
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -123,7 +117,7 @@ def stop(process: subprocess.Popen) -> None:
 
 
 def verdict(log: str, exit_code: int | None) -> dict:
-    """What the sanitizer and the tests say; no exit code is a process that had to be stopped."""
+    """The sanitizer's and the tests' results; no exit code is a process that had to be stopped."""
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", log)
     ran = re.findall(r"(\d+ (?:passed|checks passed).*)", log)
     wanted = exit_code == 0 and bool(summary) and int(summary[-1]) == 0 and bool(ran)
@@ -137,8 +131,8 @@ def verdict(log: str, exit_code: int | None) -> dict:
 
 def control_verdict(log: str, group: str) -> dict:
     """Whether the control's step out of bounds was found."""
-    found = log.count(f"Invalid __global__ {group.removeprefix(CONTROL)} of size 4 bytes")
-    return {"as_wanted": found > 0, "errors": found}
+    errors = log.count(f"Invalid __global__ {group.removeprefix(CONTROL)} of size 4 bytes")
+    return {"as_wanted": errors > 0, "errors": errors}
 
 
 def run(chosen: dict[str, list[str]], sanitizer: Sanitizer, limit: float) -> Iterator[tuple[str, dict]]:
@@ -168,10 +162,10 @@ def judged(group: str, sanitizer: Sanitizer, exit_code: int | None) -> dict:
     """The verdict of the group's log, which stays where something is to be read in it."""
     path = sanitizer.log(group)
     log = path.read_text(errors="replace")
-    found = control_verdict(log, group) if group.startswith(CONTROL) else verdict(log, exit_code)
-    if found["as_wanted"]:
+    result = control_verdict(log, group) if group.startswith(CONTROL) else verdict(log, exit_code)
+    if result["as_wanted"]:
         path.unlink()
-    return found
+    return result
 
 
 def main() -> int:
@@ -180,9 +174,10 @@ def main() -> int:
     made.add_argument("--tests", help="of each group those alone that pytest's -k finds by this")
     made.add_argument("--limit-seconds", type=float, default=500)
     args = made.parse_args()
-    chosen = {group: found for group, found in groups(args.tests).items() if group.startswith(tuple(args.only))}
-    if args.tool != "memcheck":
-        chosen = {group: found for group, found in chosen.items() if not group.startswith(CONTROL)}
+    left_out = () if args.tool == "memcheck" else (CONTROL,)
+    chosen = groups(args.tests)
+    names = [group for group in chosen if group.startswith(tuple(args.only)) and not group.startswith(left_out)]
+    chosen = {group: chosen[group] for group in names}
     if args.dry_run:
         print(*(f"{group:24} {' '.join(arguments)}" for group, arguments in chosen.items()), sep="\n")
         return 0

@@ -55,9 +55,9 @@ def _loaded(name: str) -> ModuleType | str:
 
 def find(name: str) -> ModuleType:
     """A peer's module; NotMeasured, with the reason, where it cannot be imported."""
-    if isinstance(found := _loaded(name), str):
-        raise NotMeasured(found)
-    return found
+    if isinstance(module := _loaded(name), str):
+        raise NotMeasured(module)
+    return module
 
 
 def sglang() -> dict[str, ModuleType]:
@@ -69,10 +69,10 @@ def sglang() -> dict[str, ModuleType]:
 def _prepare_sglang() -> None:
     if "sglang" in sys.modules:
         return
-    found = importlib.util.find_spec("sglang")
-    if found is None:
+    spec = importlib.util.find_spec("sglang")
+    if spec is None:
         raise ImportError("no package sglang on the path")
-    (root,) = found.submodule_search_locations
+    (root,) = spec.submodule_search_locations
     for suffix in _EMPTY_PACKAGES:
         _empty_package("sglang" + suffix, Path(root, *suffix.split(".")[1:]))
     helpers = {name: lambda: False for name in ("is_hip", "is_xpu", "is_npu", "is_musa", "is_gfx95_supported")}

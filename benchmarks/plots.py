@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.harness import ROOT, parser
+
 DEVICE = "NVIDIA H200"
 OURS, PEER, GRID = "#1f6fb4", "#9aa3ab", "#d9dde1"
 SAME_TIME = {"color": "black", "linewidth": 0.9, "linestyle": ":"}
@@ -27,17 +27,17 @@ def rows(operation: str, number: int = 0) -> list[dict]:
 
 
 def step(axes) -> None:
-    found = {(row["case"], row["step"]): row["wall_us"] / 1e3 for row in rows("step")}
-    cases = list(dict.fromkeys(case for case, _ in found))
+    ms = {(row["case"], row["step"]): row["wall_us"] / 1e3 for row in rows("step")}
+    cases = list(dict.fromkeys(case for case, _ in ms))
     for shift, name, label, colour in ((-0.2, "SGLang", "SGLang's kernels", PEER), (0.2, "ours", "ours", OURS)):
-        times = [found[case, name] for case in cases]
+        times = [ms[case, name] for case in cases]
         bars = axes.bar([i + shift for i in range(len(cases))], times, 0.38, color=colour, label=label)
         axes.bar_label(bars, [f"{time:.2f}" for time in times], fontsize=8, padding=2)
     for i, case in enumerate(cases):
-        ratio, top = found[case, "SGLang"] / found[case, "ours"], found[case, "SGLang"]
+        ratio, top = ms[case, "SGLang"] / ms[case, "ours"], ms[case, "SGLang"]
         axes.annotate(f"{ratio:.2f}×", (i, top), (0, 15), textcoords="offset points", ha="center", weight="bold")
     axes.set_xticks(range(len(cases)), [" × ".join(f"{int(x):,}" for x in case.split("x")) for case in cases])
-    axes.set(xlabel="requests × tokens of context", ylabel="time of a step, ms", ylim=(0, max(found.values()) * 1.15))
+    axes.set(xlabel="requests × tokens of context", ylabel="time of a step, ms", ylim=(0, max(ms.values()) * 1.15))
     title = f"DeepSeek-V4-Flash: attention of all 43 layers, one decode step ({DEVICE})"
     axes.set_title(f"{title}\nbold: SGLang's time over ours", fontsize=10)
     axes.legend(frameon=False, loc="upper left")
@@ -62,15 +62,14 @@ def decode(axes) -> None:
 
 
 def prefill(axes) -> None:
-    found = rows("prefill")
-    names = [row["case"].removeprefix("prefill ").replace("V4 sharded", "V4 Flash") for row in found]
+    measured = rows("prefill")
+    names = [row["case"].removeprefix("prefill ").replace("V4 sharded", "V4 Flash") for row in measured]
     names = [re.sub(r"kv (\d+)(\d{3})", r"\1,\2 keys", name.replace(" sharded", "")) for name in names]
-    ratios = [row["peers"]["flash_mla"] / row["ours"]["hopper"] for row in found]
-    places = range(len(names))
-    bars = axes.barh(places, ratios, 0.62, color=OURS)
-    labels = [f"{ratio:.2f}×   ({row['ours']['hopper']:,.0f} µs)" for ratio, row in zip(ratios, found)]
+    ratios = [row["peers"]["flash_mla"] / row["ours"]["hopper"] for row in measured]
+    bars = axes.barh(range(len(names)), ratios, 0.62, color=OURS)
+    labels = [f"{ratio:.2f}×   ({row['ours']['hopper']:,.0f} µs)" for ratio, row in zip(ratios, measured)]
     axes.bar_label(bars, labels, fontsize=8, padding=3)
-    axes.set_yticks(places, names, fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel="FlashMLA's time / ours", xlim=(0, max(ratios) * 1.3))
     axes.axvline(1, **SAME_TIME)
@@ -78,13 +77,13 @@ def prefill(axes) -> None:
 
 
 def context(left, right) -> None:
-    own = {row["case"]: row["wall_us"] / 1e3 for row in rows("step", 1)}
+    ours = {row["case"]: row["wall_us"] / 1e3 for row in rows("step", 1)}
     sglang = {row["case"]: row["wall_us"] / 1e3 for row in rows("step") if row["step"] == "SGLang"}
     lengths = 8192, 131_072
     left.plot(lengths, [sglang[f"64x{n}"] for n in lengths], "s--", color=PEER, label="64 requests, SGLang's kernels")
     for requests, colour in ((64, COLOURS[0]), (8, COLOURS[2]), (1, COLOURS[1])):
-        points = [(n, own[f"decode {requests}x{n}"]) for n in lengths]
-        points += [(393_216, own["long: decode after 393216"])] if requests == 1 else []
+        points = [(n, ours[f"decode {requests}x{n}"]) for n in lengths]
+        points += [(393_216, ours["long: decode after 393216"])] if requests == 1 else []
         left.plot(*zip(*points), "o-", color=colour, label=f"{requests} request{'s' * (requests > 1)}, ours")
     left.set_title("A decode step, 43 layers", fontsize=10)
     left.set(ylabel="ms", ylim=(0, 7))
@@ -92,8 +91,8 @@ def context(left, right) -> None:
         ("indexer", r"index_logits 64 x (\d+)$", "index logits", ("deep_gemm", "DeepGEMM"), COLOURS[0]),
         ("topk", r"topk_transform paged, 64 x (\d+), k 512$", "top-512 and pages", ("sglang", "SGLang"), COLOURS[1]),
     ):
-        found = [(4 * int(match[1]), row) for row in rows(operation) if (match := re.match(case, row["case"]))]
-        lengths, times = [length for length, _ in found], [row for _, row in found]
+        measured = [(4 * int(match[1]), row) for row in rows(operation) if (match := re.match(case, row["case"]))]
+        lengths, times = [length for length, _ in measured], [row for _, row in measured]
         right.plot(lengths, [row["peers"][peer[0]] for row in times], "s--", color=PEER, label=f"{what}, {peer[1]}")
         right.plot(lengths, [row["ours"]["jax"] for row in times], "o-", color=colour, label=f"{what}, ours")
     right.set_title("In one layer of ratio 4, 64 requests", fontsize=10)
@@ -111,14 +110,21 @@ PLOTS |= {"context": (context, 2, (9, 3.8))}
 
 
 def main() -> int:
+    made = parser(__doc__, "plots whose names begin so")
+    made.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs" / "plots")
+    args = made.parse_args()
+    plots = {name: plot for name, plot in PLOTS.items() if name.startswith(tuple(args.only))}
+    if args.dry_run:
+        print(*plots, sep="\n")
+        return 0
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "plots"
+    folder = args.folder
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (draw, columns, size) in PLOTS.items():
+    for name, (draw, columns, size) in plots.items():
         figure, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
         for each in axes[0]:
             each.grid(True, axis="x" if name == "prefill" else "y", color=GRID, linewidth=0.7)

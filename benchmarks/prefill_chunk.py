@@ -9,13 +9,11 @@ chunk: wall time, the time in which the GPU is busy, operations, and its parts, 
 
 from __future__ import annotations
 
-import collections
+import functools
 import re
 import statistics
-import time
 
 import jax
-import torch
 
 from benchmarks.harness import NotMeasured, parser, write
 from benchmarks.sglang.compare import load, measure_ours
@@ -23,33 +21,7 @@ from benchmarks.sglang.guards import check_chunk
 from benchmarks.sglang.prefill import Chunk
 from benchmarks.sglang.state import State
 from benchmarks.stack import V4_FLASH_RATIOS, Stack
-from benchmarks.step import Operation, device_operations, summary
-
-
-def measure(chunk: Chunk, start: int, repeats: int) -> dict:
-    """A chunk's times; `kinds` has the microseconds and the number of its kernels, those that take longest first."""
-
-    def run() -> float:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        chunk(start)
-        torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    run()
-    wall = statistics.median(run() for _ in range(repeats))
-    operations = device_operations(run)
-    return {"wall_us": wall * 1e6, **summary(operations, 1), "kinds": kinds(operations)}
-
-
-def kinds(operations: list[Operation]) -> list[tuple[str, float, int]]:
-    totals = collections.defaultdict(lambda: [0, 0])
-    for operation in operations:
-        totals[operation.name][0] += operation.end - operation.start
-        totals[operation.name][1] += 1
-    found = [(name[:120], ns / 1e3, count) for name, (ns, count) in totals.items()]
-    return sorted(found, key=lambda kind: -kind[1])
-
+from benchmarks.step import TorchSteps, by_kind, measure
 
 # By what stands in the names of their kernels, the first that fits; what fits none is the rest.
 PARTS = {
@@ -65,15 +37,15 @@ PARTS = {
 
 def parts(kinds: list[tuple[str, float, int]]) -> dict[str, float]:
     """Microseconds of a chunk's parts."""
-    found = dict.fromkeys((*PARTS, "rest"), 0.0)
+    of_parts = dict.fromkeys((*PARTS, "rest"), 0.0)
     for name, us, _ in kinds:
         kernel = name.partition(": jit(")[0]  # an operation of XLA's is followed by its path in the program
-        found[next((part for part, names in PARTS.items() if re.search(names, kernel)), "rest")] += us
-    return found
+        of_parts[next((part for part, names in PARTS.items() if re.search(names, kernel)), "rest")] += us
+    return of_parts
 
 
 def main() -> int:
-    made = parser(__doc__)
+    made = parser(__doc__, only=None)
     made.add_argument("--prompt", default="16384/8192", help="PROMPT/CHUNK, whole chunks")
     made.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first, at least 3")
     made.add_argument("--repeats", type=int, default=3)
@@ -110,7 +82,7 @@ def main() -> int:
 
 
 def measure_theirs(prompt: int, length: int, args) -> tuple[dict[str, dict], dict]:
-    """SGLang's chunks, and what the guards found."""
+    """SGLang's chunks, and the guards' report."""
     stack = Stack(ratios=V4_FLASH_RATIOS[: args.layers], batch=1, max_len=prompt, window_pages=prompt // 256)
     state = State(stack, num_rows=length)
     chunk, starts = Chunk(state), range(0, prompt, length)
@@ -122,7 +94,10 @@ def measure_theirs(prompt: int, length: int, args) -> tuple[dict[str, dict], dic
     del seen
     results = {}
     for start in starts:
-        found = results[f"SGLang, tokens {start} to {start + length}"] = measure(chunk, start, args.repeats)
-        for name, us, count in found["kinds"][: args.operations]:
-            print(f"    {us:9.1f} us {count:5} x  {name}")
+        steps = TorchSteps(functools.partial(chunk, start), state.lens)
+        result, operations = measure(steps, start, 1, args.repeats, rewind=False)
+        kinds = [(kind.name[:120], kind.us, kind.count) for kind in by_kind(operations, 1, {})]
+        results[f"SGLang, tokens {start} to {start + length}"] = result | {"kinds": kinds}
+        for name, us, count in kinds[: args.operations]:
+            print(f"    {us:9.1f} us {count:5.0f} x  {name}")
     return results, guards._asdict()

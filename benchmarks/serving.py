@@ -1,6 +1,6 @@
 """How fast the JAX engine serves a model: first token, time per token, tokens a second, and the attention's part.
 
-    python -m benchmarks serving [--preset v4] [--requests 1,8,64] [--contexts 2048,8192] [--json FILE]
+    python -m benchmarks serving [--preset v4] [--requests 1,8,64] [--contexts 2048,8192]
 
 The first token comes from a real prefill of one request. Decode steps start behind contexts that nobody read: requests
 are opened at their length, and their cached rows are random. The true-size slice of V4-Flash (--preset v4-flash-slice),
@@ -9,17 +9,13 @@ are opened at their length, and their cached rows are random. The true-size slic
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import gc
-import importlib.util
-import json
+import itertools
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,19 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from benchmarks.harness import busy, gpu_work
+from benchmarks.harness import busy_by_gpu, parser, torch, write
+from benchmarks.stack import fill
 from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int
 from jax_sparse_mla.cli.generate import keep_programs
 from jax_sparse_mla.cli.setup import choose_device
-from jax_sparse_mla.compressor.state import CompressorState
-from jax_sparse_mla.indexer.logits import INDEX_DIM, INDEX_K_BYTES, IndexKeys, write_index_k
-from jax_sparse_mla.kv_cache import PagedKV, write_kv
-from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving import memory
 from jax_sparse_mla.serving.decoder import StepInputs
 from jax_sparse_mla.serving.engine import Engine
-from jax_sparse_mla.serving.kda import KDAState
 from jax_sparse_mla.serving.mesh import REQUESTS, MeshEngine, init_cut_params, new_mesh, parameter_specs
 from jax_sparse_mla.serving.model import Model, Params
 from jax_sparse_mla.serving.presets import BENCH_CONFIGS
@@ -54,8 +46,6 @@ CPU_CASES = [1, 4], [512, 2048], 16
 WARM_UP, PROFILED = 4, 8
 # A prefill is repeated so often, or until so many seconds have passed.
 PREFILLS, PREFILL_SECONDS = 5, 3.0
-# Random pages that are repeated through a cache.
-RANDOM_PAGES = 64
 
 NOTE = """\
 first token: one request alone, its whole prompt read, once compiled (median). Decode: the requests are opened at their
@@ -69,16 +59,27 @@ COLUMNS |= {"attention": 10, "GPU": 9}
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model and its parameters on a device, or on a mesh of devices; and the seed of what is drawn."""
+    """A model and its parameters on a device, or on a mesh of devices; the seed of all draws, bytes of the weights."""
 
     model: Model
     params: Params
     mesh: Mesh | None
     seed: int
+    weight_bytes: int
 
-    def new_engine(self, **options: Any) -> Engine:
-        arguments = self.model, self.params, EngineOptions(seed=self.seed, **options)
-        return Engine(*arguments) if self.mesh is None else MeshEngine(*arguments, self.mesh)
+    def new_engine(self, max_batch: int, max_len: int, chunk_size: int = 1024) -> Engine:
+        """Raises NotEnoughMemory for caches that do not fit beside the weights, before they are made."""
+        options = EngineOptions(max_batch=max_batch, max_len=max_len, chunk_size=chunk_size, seed=self.seed)
+        base, mesh = (Engine, ()) if self.mesh is None else (MeshEngine, (self.mesh,))
+        weights = self.weight_bytes
+
+        class Checked(base):
+            def new_caches(self):
+                caches = memory.size_of(jax.eval_shape(super().new_caches))
+                memory.check_memory("weights and caches need", weights + caches)
+                return super().new_caches()
+
+        return Checked(self.model, self.params, options, *mesh)
 
 
 def weight_bytes(model: Model, mesh: Mesh | None = None) -> int:
@@ -97,6 +98,8 @@ def fitting(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The result of `run`; or its `problem`, where it does not fit the device."""
     try:
         return run()
+    except memory.NotEnoughMemory as error:
+        problem = str(error)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -157,7 +160,8 @@ def decode(served: Served, requests: int, context: int, new_tokens: int) -> dict
     step_gpu_ms = gpu_ms(lambda: (steps(PROFILED), engine.wait()), PROFILED)
     if attend is not None:
         attention_gpu_ms = gpu_ms(lambda: attend(PROFILED), PROFILED)
-    part, whole = (attention_gpu_ms, step_gpu_ms) if attention_gpu_ms and step_gpu_ms else (attention_ms, step_ms)
+    by_gpu = attention_gpu_ms and step_gpu_ms
+    part, step = (attention_gpu_ms, step_gpu_ms) if by_gpu else (attention_ms, step_ms)
     return {
         "tokens_per_s": requests / step_ms * 1e3,
         "token_ms": percentiles(seconds),
@@ -165,7 +169,7 @@ def decode(served: Served, requests: int, context: int, new_tokens: int) -> dict
         "step_gpu_ms": step_gpu_ms,
         "attention_ms": attention_ms,
         "attention_gpu_ms": attention_gpu_ms,
-        "attention_share": part / whole if part else None,
+        "attention_share": part / step if part else None,
     }
 
 
@@ -193,59 +197,10 @@ def open_unread(engine: Engine, count: int, context: int, new_tokens: int, seed:
         full_to_swa=np.concatenate([x.pool.full_to_swa for x in shares]) if engine.spec.window is not None else None,
     )
     engine.state = State(
-        caches=random_caches(engine.state.caches),
+        caches=fill(engine.state.caches),
         tables=jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), tables, engine.state.tables),
         last_tokens=engine.state.last_tokens,
     )
-
-
-def random_caches(caches: Any) -> Any:
-    """Caches with quantised random rows in all pages, the same few pages over and over; takes a model's donated ones.
-
-    States that requests carry stay as they are. The pages of all layers are the same ones.
-    """
-
-    def is_part(part: Any) -> bool:
-        return isinstance(part, (PagedKV, IndexKeys, CompressorState, KDAState))
-
-    def filled(part: Any) -> Any:
-        if isinstance(part, (CompressorState, KDAState)):
-            return part
-        if isinstance(part, PagedKV):
-            return dataclasses.replace(part, data=fill(part.data, random_kv(part.layout, part.page_size)))
-        if isinstance(part, IndexKeys):
-            return dataclasses.replace(part, data=filled(part.data))
-        return fill(part, random_index_keys(part.shape[1]))
-
-    return jax.tree.map(filled, caches, is_leaf=is_part)
-
-
-# Their shapes hang on no cache's size, so few programs make the pages of all cases.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def random_kv(layout: KVLayout, page_size: int) -> jax.Array:
-    empty = PagedKV.zeros(layout, RANDOM_PAGES, page_size)
-    rows = jax.random.normal(jax.random.key(1), (empty.num_slots, layout.qk_dim), jnp.bfloat16)
-    return write_kv(empty, jnp.arange(empty.num_slots, dtype=jnp.int32), rows).data
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def random_index_keys(page_bytes: int) -> jax.Array:
-    empty = jnp.zeros((RANDOM_PAGES, page_bytes), jnp.uint8)
-    keys = jax.random.normal(jax.random.key(2), (empty.size // INDEX_K_BYTES, INDEX_DIM), jnp.bfloat16)
-    return write_index_k(empty, jnp.arange(len(keys), dtype=jnp.int32), keys)
-
-
-def fill(pages: jax.Array, source: jax.Array) -> jax.Array:
-    """The pages of `source` over and over, in the memory of `pages`."""
-    return _fill(pages.sharding)(pages, source)
-
-
-@functools.cache
-def _fill(sharding: jax.sharding.Sharding) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    def repeated(pages: jax.Array, source: jax.Array) -> jax.Array:
-        return source[jnp.arange(pages.shape[0], dtype=jnp.int32) % source.shape[0]]
-
-    return jax.jit(repeated, donate_argnums=0, out_shardings=sharding)
 
 
 def attention_steps(engine: Engine) -> Callable[[int], None]:
@@ -284,14 +239,13 @@ def attention_steps(engine: Engine) -> Callable[[int], None]:
 
 
 def gpu_ms(run: Callable[[], Any], steps: int) -> float | None:
-    """Milliseconds a step in which the busiest GPU does something while `run()` runs `steps`, which must wait for them.
+    """Milliseconds a step in which the busiest GPU works while `run()` runs `steps`, which must wait for them.
 
     None without torch, or without a GPU.
     """
-    if jax.default_backend() != "gpu" or importlib.util.find_spec("torch") is None:
+    if jax.default_backend() != "gpu" or torch is None:
         return None
-    times = [busy([span for span, _ in operations]) / steps / 1e6 for operations in gpu_work(run)]
-    return max(times, default=None)
+    return max((time / steps / 1e6 for time in busy_by_gpu(run)), default=None)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -320,65 +274,57 @@ def integers(text: str) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=tuple(BENCH_CONFIGS), default="v4", help="its weights are random")
-    parser.add_argument("--requests", type=integers, metavar="N,…", help="served at once")
-    parser.add_argument("--contexts", type=integers, metavar="TOKENS,…", help="of each request")
-    parser.add_argument("--new-tokens", type=positive_int, metavar="N", help="timed, of each request")
-    parser.add_argument("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
-    parser.add_argument("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help="as of `jax-sparse-mla generate`")
-    parser.add_argument("--seed", type=natural, default=0, help="of the weights, the tokens and the page order")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes everything that was measured")
-    args = parser.parse_args()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # nobody shares the device
-    model, mesh = Model.from_config(BENCH_CONFIGS[args.preset]), None
+    made = parser(__doc__)
+    made.add_argument("--preset", choices=tuple(BENCH_CONFIGS), default="v4", help="its weights are random")
+    made.add_argument("--requests", type=integers, metavar="N,…", help="served at once")
+    made.add_argument("--contexts", type=integers, metavar="TOKENS,…", help="of each request")
+    made.add_argument("--new-tokens", type=positive_int, metavar="N", help="timed, of each request")
+    made.add_argument("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
+    made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
+    made.add_argument("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help="as of `jax-sparse-mla generate`")
+    made.add_argument("--seed", type=natural, default=0, help="of the weights, the tokens and the page order")
+    args = made.parse_args()
+    requests, contexts, new_tokens = CPU_CASES if args.device == "cpu" else GPU_CASES
+    if not args.dry_run:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # nobody shares the device
+        try:
+            device = choose_device(args.device)
+        except ValueError as error:
+            made.error(str(error))
+        if jax.default_backend() == "cpu":
+            requests, contexts, new_tokens = CPU_CASES
+    pairs = itertools.product(args.contexts or contexts, args.requests or requests)
+    cases = {f"{count}x{context}": (count, context) for context, count in pairs}
+    cases = {name: case for name, case in cases.items() if name.startswith(tuple(args.only))}
+    if args.dry_run:
+        print(*cases, sep="\n")
+        return 0
+    new_tokens, mesh = args.new_tokens or new_tokens, None
+    model = Model.from_config(BENCH_CONFIGS[args.preset])
     try:
-        device = choose_device(args.device)
         if args.mesh is not None:
             mesh = new_mesh(*args.mesh)
             device = f"{mesh.size} x {device}, mesh {args.mesh[0]}x{args.mesh[1]}"
         weights = weight_bytes(model, mesh)
         memory.check_memory(f"the weights of preset {args.preset} need", weights)
     except ValueError as error:
-        parser.error(str(error))
+        made.error(str(error))
     keep_programs()
-    requests, contexts, new_tokens = CPU_CASES if jax.default_backend() == "cpu" else GPU_CASES
-    new_tokens = args.new_tokens or new_tokens
-    measured: dict[str, Any] = {
-        "device": device,
-        "jax": jax.__version__,
-        "preset": args.preset,
-        "seed": args.seed,
-        "weight_bytes_of_a_device": weights,
-        "new_tokens": new_tokens,
-        "chunk_size": args.chunk_size,
-        "note": NOTE.replace("\n", " "),
-        "rows": [],
-    }
-    print(f"device     {device}, {memory.device_memory() / 2**30:.1f} GiB, jax {jax.__version__}")
-    print(f"model      preset {args.preset}, seed {args.seed} (random weights, {weights / 2**30:.2f} GiB on a device): "
-          f"{model.num_layers} layers, {model.spec.num_heads} heads")  # fmt: skip
+    print(f"{device}, {memory.device_memory() / 2**30:.1f} GiB; preset {args.preset}: {model.num_layers} layers, "
+          f"{weights / 2**30:.2f} GiB of random weights on a device; {new_tokens} tokens of each request")  # fmt: skip
     if mesh is None:
         params = model.init_params(args.seed)
     else:
         model, params = init_cut_params(model, args.seed, mesh)
-    served = Served(model, params, mesh, args.seed)
-    print(f"decode     {new_tokens} tokens of each request; prefill in chunks of {args.chunk_size} rows")
-    print("times in milliseconds\n")
+    served = Served(model, params, mesh, args.seed, weights)
+    first = functools.cache(lambda context: fitting(lambda: first_token(served, context, args.chunk_size)))
+    rows = []
     print(" ".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
-    for context in args.contexts or contexts:
-        first = fitting(functools.partial(first_token, served, context, args.chunk_size))
-        for count in args.requests or requests:
-            row = {"requests": count, "context": context} | first
-            row |= fitting(functools.partial(decode, served, count, context, new_tokens))
-            measured["rows"].append(row)
-            print(line(row), flush=True)
-            if args.json is not None:  # after each row: a long run that is stopped keeps what it has
-                args.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    for name, (count, context) in cases.items():
+        row = {"case": name, "requests": count, "context": context} | first(context)
+        row |= fitting(functools.partial(decode, served, count, context, new_tokens))
+        rows.append(row)
+        print(line(row), flush=True)
+        write(f"serving_{args.preset}", rows, new_tokens=new_tokens, chunk_size=args.chunk_size, mesh=args.mesh)
     print(f"\n{NOTE}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

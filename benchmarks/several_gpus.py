@@ -25,7 +25,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
+import itertools
 import os
 import re
 import statistics
@@ -42,10 +42,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.harness import busy, gpu_names, gpu_work, parser, show, write
-from benchmarks.stack import V4_FLASH_RATIOS, Stack, decode_step, fill
+from benchmarks.harness import attempt, busy_by_gpu, gpu_names, parser, run_cases, show, status, write
+from benchmarks.stack import RANDOM_PAGES, V4_FLASH_RATIOS, Stack, decode_step, fill, random_pages
 from benchmarks.step import ROOM, STEPS
-from jax_sparse_mla import DEEPSEEK_V4_FLASH, DEEPSEEK_V32, ModelSpec, PagedKV, write_kv
+from jax_sparse_mla import DEEPSEEK_V4_FLASH, DEEPSEEK_V32, ModelSpec, PagedKV
 from jax_sparse_mla.attention import apply_attn_sink, context_parallel_decode, merge_attention, sparse_mla_decode
 from jax_sparse_mla.attention.context_parallel import own_tables
 from jax_sparse_mla.attention.index_table import IndexTable
@@ -60,7 +60,6 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 COORDINATOR = "127.0.0.1:9876"
 PROFILED = 8  # steps
 CALLS = 10  # layers of a program
-SOME = 64  # pages of random rows, which all pages repeat
 # How far outputs may be apart: a part is rounded to bfloat16 before it is merged, and the result after it.
 TOLERANCE = 2**-6
 
@@ -73,10 +72,10 @@ def collectives(compiled) -> list[str]:
 
 
 def arrays_of(stack: Stack, device: jax.Device | None, seed: int) -> tuple[Any, Any]:
-    """What a device has of its requests: the state that a step donates, and `(rows, tables)`."""
+    """A device's arrays for its requests: the state that a step donates, and `(rows, tables)`."""
     with jax.default_device(device):
         start = jnp.full(stack.batch, stack.max_len - ROOM, jnp.int32)
-        state = fill(stack, stack.empty_caches()), start, stack.empty_out(stack.batch)
+        state = fill(stack.empty_caches()), start, stack.empty_out(stack.batch)
         return jax.device_put((state, (stack.rows(stack.batch, seed), stack.tables(seed))), device)
 
 
@@ -147,8 +146,8 @@ def gpu_times(call, state: Any, inputs: Sequence[Any]) -> tuple[Any, list[float]
             state = call(state, *inputs)
         jax.block_until_ready(state)
 
-    work = gpu_work(run)
-    return state, [busy([span for span, _ in each]) / PROFILED / 1e3 for each in work]
+    times = [time / PROFILED / 1e3 for time in busy_by_gpu(run)]
+    return state, times
 
 
 def step_case(name: str, layers: int, repeats: int) -> dict:
@@ -157,18 +156,18 @@ def step_case(name: str, layers: int, repeats: int) -> dict:
     stack = Stack(batch=batch, max_len=context, ratios=V4_FLASH_RATIOS[:layers])
     mesh = Mesh(np.array(jax.devices()), ("requests",))
     devices, params, alone = mesh.devices.tolist(), stack.params(), []
-    here = [device for device in devices if device.process_index == jax.process_index()]
-    for device in here:
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    for device in local:
         state, (rows, tables) = arrays_of(stack, device, devices.index(device))
         inputs = rows, jax.device_put(params, device), tables
         call = stack.decode().lower(state, *inputs).compile()
         state = jax.block_until_ready(call(state, *inputs))
         alone.append(jax.tree.map(lambda x: int(fingerprint(x)), state))
-        if device is here[0]:
+        if device is local[0]:
             state, one_device = timed_steps(call, state, inputs, repeats)
             state, gpu_alone = gpu_times(call, state, inputs)
         del state
-    arrays = [arrays_of(stack, device, devices.index(device)) for device in here]
+    arrays = [arrays_of(stack, device, devices.index(device)) for device in local]
     state = joined(mesh, [state for state, _ in arrays])
     rows, tables = joined(mesh, [inputs for _, inputs in arrays])
     del arrays
@@ -179,7 +178,6 @@ def step_case(name: str, layers: int, repeats: int) -> dict:
     state, together = timed_steps(call, state, inputs, repeats)
     state, gpu_together = gpu_times(call, state, inputs)
     return {
-        "case": name,
         "devices": len(devices),
         "processes": jax.process_count(),
         "one_device_us": one_device * 1e6,
@@ -202,11 +200,13 @@ def run_step(args) -> int:
         jax.distributed.initialize(COORDINATOR, len(gpu_names()), number, local_device_ids=[number])
     rows = []
     for name in args.cases.split(","):
-        rows.append(step_case(name, args.layers_of_step, args.repeats))
+        rows.append({"case": name, **attempt(lambda name=name: step_case(name, args.layers_of_step, args.repeats))})
         if not args.process_id:
             show(rows[-1])
             write("several_gpus_step" + "_by_processes" * args.processes, rows)
-    return 0
+        if args.processes and "failed" in rows[-1]:
+            break  # the other processes may wait for this one
+    return status(rows)
 
 
 # --- context parallel decode -----------------------------------------------------------------------
@@ -245,8 +245,8 @@ def tables(layer: Layer, rows: int, context: int, n: int) -> tuple[int, np.ndarr
         return (groups[:, :, None] * n + np.arange(n)).reshape(rows, -1), rows * count
 
     def slots(page, entries, size):
-        found = np.take_along_axis(page, entries // size, axis=1) * size + entries % size
-        return found.astype(np.int32)[:, None]
+        slot = np.take_along_axis(page, entries // size, axis=1) * size + entries % size
+        return slot.astype(np.int32)[:, None]
 
     def chosen(count):
         if not layer.selects:
@@ -265,11 +265,9 @@ def tables(layer: Layer, rows: int, context: int, n: int) -> tuple[int, np.ndarr
 
 def pool(spec: ModelSpec, pages: int, page_size: int, n: int, device: int | jax.Array) -> PagedKV:
     """A device's share of the pages, all of them where n is 1."""
-    some = PagedKV.zeros(spec.kv_layout, SOME, page_size)
-    rows = jax.random.normal(jax.random.key(1), (some.num_slots, spec.qk_dim), jnp.bfloat16)
-    some = write_kv(some, jnp.arange(some.num_slots, dtype=jnp.int32), rows)
-    own = jnp.arange(pages // n, dtype=jnp.int32) * n + device
-    return dataclasses.replace(some, data=some.data[own % SOME])
+    share = jnp.arange(pages // n, dtype=jnp.int32) * n + device
+    data = random_pages(spec.kv_layout, page_size)[share % RANDOM_PAGES]
+    return PagedKV(data=data, layout=spec.kv_layout, page_size=page_size)
 
 
 def gathered(q, cache, indices, *, extra_cache=None, extra_indices=None, attn_sink=None, softmax_scale):
@@ -334,32 +332,28 @@ def timed_layer(call, arguments: Sequence[Any]) -> float:
     return statistics.median(seconds) * 1e6
 
 
-def check_close(name: str, found: tuple, wanted: tuple) -> None:
-    out, lse = (np.asarray(x, np.float32)[: len(wanted[1])] for x in found)
+def check_close(name: str, results: tuple, wanted: tuple) -> None:
+    out, lse = (np.asarray(x, np.float32)[: len(wanted[1])] for x in results)
     np.testing.assert_allclose(lse, wanted[1], rtol=1e-3, atol=1e-3, err_msg=name)
     scale = np.abs(wanted[0]).max()
     np.testing.assert_allclose(out / scale, wanted[0] / scale, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
 
 
-def context_case(name: str, layer: Layer, rows: int, context: int, devices: Sequence[jax.Device]) -> dict:
+def context_case(layer: Layer, rows: int, context: int) -> dict:
     """Compares and times one case."""
-    spec, n = layer.spec, len(devices)
+    spec, devices = layer.spec, jax.devices()
+    n = len(devices)
     pages, slots, extra_pages, extra_slots = tables(layer, rows, context, n)
     sizes = [(pages, spec.page_size)] + ([(extra_pages, spec.page_size // layer.ratio)] if extra_pages else [])
     indices = tuple(jnp.asarray(x) for x in (slots, extra_slots) if x is not None)
     q = jax.random.normal(jax.random.key(0), (rows, 1, spec.num_heads, spec.qk_dim), jnp.bfloat16)
     sink = jax.random.normal(jax.random.key(3), (spec.num_heads,)) if layer.ratio is not None else None
 
-    def whole():
+    def all_pages():
         return tuple(pool(spec, *size, 1, 0) for size in sizes)
 
-    result: dict[str, Any] = {
-        "case": f"{name} {context}",
-        "devices": n,
-        "rows": rows,
-        "columns": sum(x.shape[-1] for x in indices),
-    }
-    arguments = jax.device_put((q, jax.jit(whole)(), indices, sink), devices[0])
+    result: dict[str, Any] = {"devices": n, "rows": rows, "columns": sum(x.shape[-1] for x in indices)}
+    arguments = jax.device_put((q, jax.jit(all_pages)(), indices, sink), devices[0])
     one = jax.jit(chain(sparse_mla_decode, layer))
     wanted = tuple(np.asarray(x, np.float32) for x in one(*arguments))
     result["one_us"] = timed_layer(one, arguments) / CALLS
@@ -367,10 +361,10 @@ def context_case(name: str, layer: Layer, rows: int, context: int, devices: Sequ
 
     mesh = Mesh(np.array(devices), ("pages",))
 
-    def own():
+    def a_share():
         return tuple(pool(spec, *size, n, lax.axis_index("pages")) for size in sizes)
 
-    caches = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(), out_specs=P("pages")))()
+    caches = jax.jit(jax.shard_map(a_share, mesh=mesh, in_specs=(), out_specs=P("pages")))()
     q, indices, sink = jax.device_put((q, indices, sink), NamedSharding(mesh, P()))
     decode = functools.partial(context_parallel_decode, axis_name="pages")
     ways = {
@@ -395,13 +389,11 @@ def context_case(name: str, layer: Layer, rows: int, context: int, devices: Sequ
 
 
 def run_context(args) -> int:
-    rows = []
-    for name in args.layers.split(","):
-        for context in map(int, args.contexts.split(",")):
-            rows.append(context_case(name, LAYERS[name], args.rows, context, jax.devices()))
-            show(rows[-1])
-            write("several_gpus_context", rows)
-    return 0
+    cases = [
+        (f"{name} {context}", functools.partial(context_case, LAYERS[name], args.rows, int(context)))
+        for name, context in itertools.product(args.layers.split(","), args.contexts.split(","))
+    ]
+    return status(run_cases("several_gpus_context", cases))
 
 
 # --- the engine ------------------------------------------------------------------------------------
@@ -422,12 +414,12 @@ def served(engine: Engine, prompts: list[list[int]], new: int, drawn: bool) -> t
     return requests, first[0] - started, time.perf_counter() - first[0]
 
 
-def differences(found: list[Request], wanted: list[Request]) -> list[float]:
-    """Of each request that has another token, the margin of the first one."""
+def differences(requests: list[Request], wanted: list[Request]) -> list[float]:
+    """The margin at the first other token of each request that has one."""
     margins = []
-    for ours, theirs in zip(found, wanted):
-        other = [i for i, (a, b) in enumerate(zip(ours.output, theirs.output)) if a != b]
-        margins += [theirs.margins[other[0]]] if other else []
+    for request, alone in zip(requests, wanted):
+        other = [i for i, (a, b) in enumerate(zip(request.output, alone.output)) if a != b]
+        margins += [alone.margins[other[0]]] if other else []
     return margins
 
 
@@ -459,8 +451,9 @@ def run_serving(args) -> int:
     prompts = np.random.default_rng(0).integers(0, model.vocab_size, (count, args.prompt)).tolist()
     chunk = min(1024, count * args.prompt)
     options = EngineOptions(max_batch=count, max_len=args.prompt + args.new, chunk_size=chunk)
-    rows, wanted = [], None
-    for layout in ["one", *([] if timed else ["nudged"]), *layouts.split(",")]:
+    one: dict[str, Any] = {}  # the requests and speeds of one device, the first case
+
+    def case(layout: str) -> dict:
         if layout in ("one", "nudged"):
             params = model.init_params(0, dtype)
             engine = Engine(model, params if layout == "one" else nudged(params), options)
@@ -470,30 +463,31 @@ def run_serving(args) -> int:
             mesh = new_mesh(*shape)
             share = dataclasses.replace(options, max_batch=-(-count // shape[0]))
             engine = MeshEngine(*init_cut_params(model, 0, mesh, dtype), share, mesh)
-        found, _, _ = served(engine, prompts, args.new, drawn=False)
-        wanted = wanted or found
-        margins = differences(found, wanted)
+        requests, _, _ = served(engine, prompts, args.new, drawn=False)
+        if layout == "one":
+            one["requests"] = requests
+        margins = differences(requests, one["requests"])
         backends = {f"{phase} {backend}" for route in engine.routes.values() for phase, backend in route}
-        row = {"case": layout, "attention": sorted(backends), "requests_with_another_token": len(margins)}
+        row = {"attention": sorted(backends), "requests_with_another_token": len(margins)}
         row["largest_margin_there"] = max(margins, default=0.0)
         if timed:
             row |= measured(engine, prompts, args.new)
-            one = rows[0] if rows else row
+            if layout == "one":
+                one.update(row)
             row["prefill_speedup"] = row["prefill_tokens_per_second"] / one["prefill_tokens_per_second"]
             row["decode_speedup"] = one["decode_step_ms"] / row["decode_step_ms"]
-        rows.append(row | {"compile_seconds": engine.compile_seconds})
-        show(rows[-1])
-        write(f"several_gpus_serving_{args.preset}_{args.dtype}", rows)
-        del engine
-        gc.collect()  # an engine may be part of a cycle, and holds its caches
-    return 0
+        return row | {"compile_seconds": engine.compile_seconds}
+
+    cases = ["one", *([] if timed else ["nudged"]), *layouts.split(",")]
+    name = f"several_gpus_serving_{args.preset}_{args.dtype}"
+    return status(run_cases(name, ((layout, functools.partial(case, layout)) for layout in cases)))
 
 
 RUN = {"step": run_step, "context": run_context, "serving": run_serving}
 
 
 def main() -> int:
-    made = parser(__doc__)
+    made = parser(__doc__, only=None)
     made.add_argument("what", choices=RUN)
     made.add_argument("--cases", default="1x8192,8x8192,64x8192,1x131072,8x131072,64x131072", help="step: its cases")
     made.add_argument("--layers-of-step", type=int, default=len(V4_FLASH_RATIOS), help="step: only the first layers")

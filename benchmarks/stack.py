@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_sparse_mla import DEEPSEEK_V4_FLASH, ForwardBatch, ForwardMode, ModelSpec, PagedKV, RequestTables, write_kv
-from jax_sparse_mla.indexer.logits import IndexKeys, write_index_k
+from jax_sparse_mla.indexer.keys import IndexFormat
+from jax_sparse_mla.indexer.logits import INDEX_DIM, IndexKeys, write_index_k
+from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.launch.dispatch import use_triton
 from jax_sparse_mla.layers import (
     CompressorParams,
@@ -34,11 +36,12 @@ from jax_sparse_mla.models import INDEXED_RATIO
 
 # `compress_ratios` of the checkpoint's config.json, without the entry of its draft layer: 43 layers, 21 of ratio 4.
 V4_FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)
+RANDOM_PAGES = 64  # of which all pages are copies
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """What selects the shapes of a step.
+    """The choice of a step's shapes.
 
     Attributes:
       ratios: the compress ratio of each layer.
@@ -55,7 +58,7 @@ class Stack:
 
     @property
     def pages(self) -> int:
-        """Of one request."""
+        """Pages of one request."""
         return -(-self.max_len // self.spec.page_size)
 
     def tables(self, seed: int = 0) -> RequestTables:
@@ -88,9 +91,9 @@ class Stack:
             for ratio in dict.fromkeys(self.ratios)
         }
 
-    def params(self, seed: int = 0) -> dict[int, V4LayerParams]:
+    def params(self) -> dict[int, V4LayerParams]:
         """By ratio, random parameters of all its layers."""
-        rng, spec = np.random.default_rng(seed), self.spec
+        rng, spec = np.random.default_rng(0), self.spec
 
         def compressor(ratio, head_dim):
             width = head_dim * (2 if ratio == INDEXED_RATIO else 1)
@@ -142,7 +145,7 @@ class Stack:
         return rows
 
     def empty_out(self, num_rows: int) -> jax.Array:
-        """What a step's output is written over; see `decode`."""
+        """The array that a step's output is written over; see `decode`."""
         return jnp.zeros((num_rows, self.spec.num_heads, self.spec.v_dim), jnp.bfloat16)
 
     def decode(self):
@@ -161,37 +164,52 @@ class Stack:
         return jax.jit(functools.partial(_prefill, self), donate_argnums=0, keep_unused=True)
 
 
-def fill(stack: Stack, caches: dict[int, V4LayerCache]) -> dict[int, V4LayerCache]:
-    """The caches as after a prefill, without one: pages of quantised random rows, the same 64 over and over."""
+def fill(caches):
+    """Caches as after a prefill, without one: pages of quantised random rows, the same few over and over.
 
-    def repeat(some_pages, like):
-        return some_pages[jnp.arange(like.shape[0], dtype=jnp.int32) % some_pages.shape[0]]
+    Takes the caches of a stack or of an engine, which are donated; states that requests carry stay as they are.
+    """
 
-    def random_kv(cache):
-        some = PagedKV.zeros(cache.layout, min(64, cache.num_pages), cache.page_size)
-        rows = jax.random.normal(jax.random.key(1), (some.num_slots, cache.layout.qk_dim), jnp.bfloat16)
-        some = write_kv(some, jnp.arange(some.num_slots, dtype=jnp.int32), rows)
-        return dataclasses.replace(cache, data=repeat(some.data, cache.data))
+    def filled(part):
+        if isinstance(part, PagedKV):
+            return dataclasses.replace(part, data=repeated(random_pages(part.layout, part.page_size), part.data))
+        if isinstance(part, IndexKeys):
+            source = random_index_pages(part.page_size, part.format)
+            return dataclasses.replace(part, data=repeated(source, part.data))
+        return filled(IndexKeys(part)).data if part.dtype == jnp.uint8 else part
 
-    def random_index_k(cache):
-        if isinstance(cache, IndexKeys):
-            return dataclasses.replace(cache, data=random_index_k(cache.data))
-        page_size = stack.spec.page_size // INDEXED_RATIO
-        some = cache[:64]
-        rows = jax.random.normal(jax.random.key(2), (len(some) * page_size, stack.spec.index_dim), jnp.bfloat16)
-        some = write_index_k(some, jnp.arange(len(rows), dtype=jnp.int32), rows)
-        return repeat(some, cache)
+    return jax.tree.map(filled, caches, is_leaf=lambda part: isinstance(part, (PagedKV, IndexKeys)))
 
-    kv, index_k = jax.jit(random_kv, donate_argnums=0), jax.jit(random_index_k, donate_argnums=0)
-    return {
-        ratio: dataclasses.replace(
-            cache,
-            swa=kv(cache.swa),
-            compressed=None if cache.compressed is None else kv(cache.compressed),
-            index_k=None if cache.index_k is None else index_k(cache.index_k),
-        )
-        for ratio, cache in caches.items()
-    }
+
+# Their shapes hang on no cache's size, so few programs make the pages of all cases.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def random_pages(layout: KVLayout, page_size: int) -> jax.Array:
+    """uint8 `[RANDOM_PAGES, page_bytes]` of random rows."""
+    empty = PagedKV.zeros(layout, RANDOM_PAGES, page_size)
+    rows = jax.random.normal(jax.random.key(1), (empty.num_slots, layout.qk_dim), jnp.bfloat16)
+    return write_kv(empty, jnp.arange(empty.num_slots, dtype=jnp.int32), rows).data
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def random_index_pages(page_size: int, format: IndexFormat) -> jax.Array:
+    """uint8 `[RANDOM_PAGES, page_bytes]` of random index keys."""
+    empty = IndexKeys.zeros(RANDOM_PAGES, page_size, format=format)
+    keys = jax.random.normal(jax.random.key(2), (RANDOM_PAGES * page_size, INDEX_DIM), jnp.bfloat16)
+    return write_index_k(empty, jnp.arange(len(keys), dtype=jnp.int32), keys).data
+
+
+def repeated(source: jax.Array, pages: jax.Array) -> jax.Array:
+    """The pages of `source` over and over, in the memory of `pages` and where that lies."""
+    # One device's arrays stay uncommitted, as a step's other arguments are.
+    return _repeated(pages.sharding if len(pages.sharding.device_set) > 1 else None)(source, pages)
+
+
+@functools.cache
+def _repeated(sharding: jax.sharding.Sharding | None):
+    def repeat(source, pages):
+        return source[jnp.arange(len(pages), dtype=jnp.int32) % len(source)]
+
+    return jax.jit(repeat, donate_argnums=1, out_shardings=sharding)
 
 
 def _layers(stack: Stack, caches, rows, params, batch, tables, *, gathered):

@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import busy, parser, write
+from benchmarks.harness import Operation, busy, device_operations, parser, torch, write
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
 
@@ -88,7 +88,7 @@ class Program:
         return self.stack.rows(self.num_rows), self.stack.params(), self.stack.tables()
 
     def state(self, caches: list, tokens: int | np.ndarray) -> tuple:
-        """What a call takes and returns: the caches, tokens of each request (done of the one request), the output."""
+        """The donated argument of a call, and its result: caches, tokens of each request (done of the one), output."""
         count = jnp.full((self.stack.batch,) if self.phase == "decode" else (), tokens, jnp.int32)
         return caches, count, self.stack.empty_out(self.num_rows)
 
@@ -111,22 +111,19 @@ class Program:
 
     @functools.cached_property
     def in_place(self) -> dict:
-        """What the executable says of the caches; `copies` are instructions that copy an array of a cache's shape."""
+        """The executable's word on the caches; `copies` are instructions that copy an array of a cache's shape."""
         caches = jax.tree.leaves(jax.eval_shape(self.stack.empty_caches))
-        text = self.compiled.as_text()
         return {
             "cache_bytes": sum(x.size * x.dtype.itemsize for x in caches),
             "alias_bytes": self.compiled.memory_analysis().alias_size_in_bytes,
             "temp_bytes": self.compiled.memory_analysis().temp_size_in_bytes,
-            "copies": count_copies(text, caches),
-            "conditionals": len(re.findall(r" conditional\(", text)),
-            "loops": len(re.findall(r" while\(", text)),
+            "copies": count_copies(self.compiled.as_text(), caches),
         }
 
     def operation_names(self) -> dict[str, str]:
         """The JAX operation that each kernel of XLA's comes from, by the kernel's name."""
-        found = re.findall(r'%?([\w.-]+) = .*?op_name="([^"]*)"', self.compiled.as_text())
-        return {re.sub(r"[.-]", "_", name): op_name for name, op_name in found}
+        pairs = re.findall(r'%?([\w.-]+) = .*?op_name="([^"]*)"', self.compiled.as_text())
+        return {re.sub(r"[.-]", "_", name): op_name for name, op_name in pairs}
 
 
 @contextlib.contextmanager
@@ -155,46 +152,19 @@ def count_copies(hlo: str, arrays: list[jax.ShapeDtypeStruct]) -> int:
 # --- time ------------------------------------------------------------------------------------------
 
 
-class Operation(NamedTuple):
-    """A kernel, copy or fill on the device; nanoseconds. All that one launch of a CUDA graph runs has its id."""
-
-    name: str
-    start: int
-    end: int
-    launch: int
-
-
-def device_operations(run) -> list[Operation]:
-    """What the device does during `run()`, which must wait for it; in order of start."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-    events = profiler.profiler.kineto_results.events()
-    found = [
-        Operation(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id())
-        for e in events
-        if "CUDA" in str(e.device_type())
-    ]
-    return sorted(found, key=lambda operation: operation.start)
-
-
-def busy_time(operations: list[Operation]) -> int:
-    """Nanoseconds in which at least one operation runs."""
-    return busy([(operation.start, operation.end) for operation in operations])
-
-
 def from_graphs(operations: list[Operation]) -> list[Operation]:
-    """Those that a CUDA graph launched: they share their launch with others."""
+    """Operations that a CUDA graph launched: they share their launch with others."""
     launches = collections.Counter(operation.launch for operation in operations)
     return [operation for operation in operations if launches[operation.launch] > 1]
 
 
 def summary(operations: list[Operation], steps: int) -> dict:
-    span = max(o.end for o in operations) - operations[0].start
+    """Per step; the share of the time in which the GPU works, and that of the operations out of CUDA graphs."""
+    span = max(operation.end for operation in operations) - operations[0].start
     return {
-        "gpu_us": busy_time(operations) / steps / 1e3,
-        "gpu_busy": busy_time(operations) / span,
+        "gpu_us": busy(operations) / steps / 1e3,
+        "span_us": span / steps / 1e3,
+        "gpu_busy": busy(operations) / span,
         "operations": len(operations) / steps,
         "from_graphs": len(from_graphs(operations)) / len(operations),
     }
@@ -209,9 +179,9 @@ class Kind(NamedTuple):
     name: str
 
 
-def by_kind(program: Program, operations: list[Operation], steps: int) -> list[Kind]:
-    """The kinds of operations, those that take longest first."""
-    names, captured = program.operation_names(), set(from_graphs(operations))
+def by_kind(operations: list[Operation], steps: int, names: dict[str, str]) -> list[Kind]:
+    """The kinds of operations, those that take longest first; `names` as `Program.operation_names`."""
+    captured = set(from_graphs(operations))
     totals = collections.defaultdict(lambda: [0, 0, 0])
     for operation in operations:
         name = operation.name
@@ -245,11 +215,11 @@ class Steps:
     def start(self, tokens: int | np.ndarray) -> None:
         """The next call finds so many tokens done; the caches stay as they are, and from the second start on
         every buffer stays where it is: XLA records a CUDA graph anew for one that moved."""
-        caches, *rest = self.state
-        if not rest:
+        caches, *count_and_out = self.state
+        if not count_and_out:
             self.state = self.program.state(caches, tokens)
         else:
-            self.state = (caches, *_restarted(*rest, tokens))
+            self.state = (caches, *_restarted(*count_and_out, tokens))
         jax.block_until_ready(self.state)
 
     def __call__(self, steps: int) -> tuple[float, float]:
@@ -272,27 +242,39 @@ class Steps:
         return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(self.caches)]
 
 
+class TorchSteps:
+    """Calls of a step by torch, as `Steps` are those of a program; `replay()` adds one to the lengths `lens`."""
+
+    def __init__(self, replay: Callable[[], object], lens: torch.Tensor):
+        self.replay, self.lens = replay, lens
+
+    def start(self, tokens: int | np.ndarray) -> None:
+        self.lens.copy_(torch.from_numpy(np.broadcast_to(tokens, self.lens.shape).astype(np.int32)))
+        self.wait()
+
+    def __call__(self, steps: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.replay()
+        enqueued = time.perf_counter()
+        self.wait()
+        return enqueued - start, time.perf_counter() - start
+
+    def wait(self) -> None:
+        if self.lens.is_cuda:
+            torch.cuda.synchronize()
+
+    def moved(self) -> bool:
+        return False
+
+
 def timed_steps(repeats: int) -> int:
     """How many steps a run has, so that `measure` of so many runs ends before the bucket is full."""
     return min((ROOM - 1 - BURSTS * BURST) // (repeats + 1), STEPS)
 
 
-def host_us(run: Callable[[int], tuple[float, float]], steps: int = BURST) -> float:
-    """What a step takes the host, in microseconds; `run(steps)` as `Steps`, which waits for the device at its end."""
-    return statistics.median(run(steps)[0] for _ in range(BURSTS)) / steps * 1e6
-
-
-def additions_ms() -> float:
-    """Milliseconds of a million additions in Python: how fast this host is, beside `host_us`."""
-    started = time.perf_counter()
-    total = 0
-    for i in range(1_000_000):
-        total += i
-    return (time.perf_counter() - started) * 1e3
-
-
 def measure(
-    steps: Steps, start: int | np.ndarray, count: int, repeats: int, *, rewind: bool
+    steps: Steps | TorchSteps, start: int | np.ndarray, count: int, repeats: int, *, rewind: bool
 ) -> tuple[dict, list[Operation]]:
     """Times `repeats` runs of `count` steps each and profiles one more; every run begins at `start` if `rewind`."""
     steps.start(start)
@@ -304,15 +286,15 @@ def measure(
         return steps(count)
 
     wall = statistics.median(run(count)[1] for _ in range(repeats))
-    host = host_us(run, min(count, BURST))
+    burst = min(count, BURST)
+    host = statistics.median(run(burst)[0] for _ in range(BURSTS))
     if rewind:
         steps.start(start)
     operations = device_operations(lambda: steps(count))
     return {
         "steps": count,
         "wall_us": wall / count * 1e6,
-        "host_us": host,
-        "additions_ms": round(additions_ms(), 1),
+        "host_us": host / burst * 1e6,
         "moved": steps.moved(),
         **summary(operations, count),
     }, operations
@@ -322,7 +304,7 @@ def measure(
 
 
 def decode_case(program: Program, repeats: int, staggered: bool) -> tuple[dict, list[Operation]]:
-    caches = fill(program.stack, program.stack.empty_caches())
+    caches = fill(program.stack.empty_caches())
     start = decode_start(program.stack, staggered)
     return measure(Steps(program, caches), start, timed_steps(repeats), repeats, rewind=False)
 
@@ -345,7 +327,7 @@ def long_case(prefill: Program, decode: Program, prompt: int, record) -> None:
         "moved": steps.moved(),
         "last_chunk": summary(operations, 1),
     }
-    record(f"long: prefill {prompt} in {prefill.num_rows}", prefill, (report, operations))
+    record(f"long: prefill {prompt} in {prefill.num_rows}", prefill, (report, operations), profiled=1)
     record(f"long: decode after {prompt}", decode, measure(Steps(decode, steps.caches), prompt, 8, 3, rewind=False))
 
 
@@ -378,7 +360,7 @@ def xla_options(text: str) -> dict:
         except json.JSONDecodeError:
             return text
 
-    return {name: value(given) for name, _, given in (option.partition("=") for option in text.split("&")) if name}
+    return {name: value(word) for name, _, word in (option.partition("=") for option in text.split("&")) if name}
 
 
 def compile_all(todo: list[Program], workers: int) -> None:
@@ -408,7 +390,7 @@ def table(results: dict[str, dict]) -> str:
 
 
 def main() -> int:
-    made = parser(__doc__)
+    made = parser(__doc__, only=None)
     made.add_argument("--ours", action="store_true", help="ours alone")
     made.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
     made.add_argument("--decode", help="cases, BATCHxCONTEXT")
@@ -439,14 +421,15 @@ def measure_ours(args) -> int:
     decode, prefill, long = programs(args)
     results, used = {}, []
 
-    def prepare(some):
-        used.extend(some := list(dict.fromkeys(some)))
-        compile_all(some, args.workers)
+    def prepare(todo):
+        used.extend(todo := list(dict.fromkeys(todo)))
+        compile_all(todo, args.workers)
 
-    def record(name, program, measured):
+    def record(name, program, measured, profiled=None):
         results[name], operations = measured
         print(table({name: results[name]}).splitlines()[-1], flush=True)
-        kinds = by_kind(program, operations, results[name]["steps"])[: args.operations]
+        steps = profiled or results[name]["steps"]
+        kinds = by_kind(operations, steps, program.operation_names())[: args.operations]
         if kinds:
             results[name]["kinds"] = [(kind.name[:120], kind.us, kind.count) for kind in kinds]
         for kind in kinds:

@@ -14,10 +14,9 @@ a step takes the host, of ten behind an idle GPU. The last columns are torch ove
 from __future__ import annotations
 
 import dataclasses
-import gc
+import functools
 import os
 import re
-import time
 
 import jax
 import numpy as np
@@ -25,13 +24,13 @@ import torch
 from sparse_mla_torch import to_torch
 from sparse_mla_torch.layers import prepare_v4_step, v4_layer
 
-from benchmarks.harness import parser, write
+from benchmarks.harness import busy, parser, run_cases, status
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
 from benchmarks.step import (
     PEER_DECODE,
     Program,
     Steps,
-    busy_time,
+    TorchSteps,
     compile_all,
     decode_start,
     measure,
@@ -45,11 +44,12 @@ CHAIN = re.compile(r"^loop_add_fusion|CUDAFunctor_add<c10::BFloat16>")  # the ad
 COMPARED_STEPS = 3
 
 
-class TorchSteps:
-    """A decode step of a stack on torch's tensors, and its replays, with the methods of `benchmarks.step.Steps`."""
+class TorchStep(TorchSteps):
+    """A decode step of a stack on torch's tensors, and its replays."""
 
     def __init__(self, stack: Stack, device: str):
-        self.stack, self.device = stack, device
+        self.stack, self.device, self.out = stack, device, None
+        super().__init__(self.step, torch.zeros(stack.batch, dtype=torch.int32, device=device))
         self.rows, params, self.tables = jax.tree.map(
             self._copy, (stack.rows(stack.batch), stack.params(), stack.tables())
         )
@@ -57,8 +57,6 @@ class TorchSteps:
         numbers = [stack.ratios[:i].count(ratio) for i, ratio in enumerate(stack.ratios)]
         self.layers = [(r, self.caches[r].layer(i), params[r].layer(i)) for r, i in zip(stack.ratios, numbers)]
         self.requests = torch.arange(stack.batch, dtype=torch.int32, device=device)
-        self.lens = torch.zeros(stack.batch, dtype=torch.int32, device=device)
-        self.graph = self.out = None
 
     def _empty(self, like: jax.ShapeDtypeStruct) -> torch.Tensor:
         return torch.zeros(like.shape, dtype=getattr(torch, like.dtype.name), device=self.device)
@@ -67,7 +65,7 @@ class TorchSteps:
         return to_torch(array).to(self.device, copy=True)
 
     def step(self) -> torch.Tensor:
-        """What is captured: takes a token of each request, adds one to the lengths, and attends in all layers."""
+        """Takes a token of each request, adds one to the lengths, and attends in all layers."""
         slots, out = self.tables.req_to_token[self.requests, self.lens], None
         batch = ForwardBatch(
             mode=ForwardMode.DECODE,
@@ -84,45 +82,26 @@ class TorchSteps:
             out = v4_layer(cache, rows, params, batch, metadata, spec=self.stack.spec, ratio=ratio)
         return out
 
-    def capture(self) -> TorchSteps:
+    def capture(self) -> TorchStep:
         self.step()  # compiles
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # JAX is here too
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # JAX is here too
             self.out = self.step()
+        self.replay = graph.replay
         return self
 
     def load(self, caches: dict[int, V4LayerCache]) -> None:
         """Takes over the bytes of JAX's caches, which may be donated afterwards."""
         for mine, theirs in zip(jax.tree.leaves(self.caches), jax.tree.leaves(caches), strict=True):
             mine.copy_(to_torch(theirs))
-            self._wait()
-
-    def start(self, tokens: int | np.ndarray) -> None:
-        self.lens.copy_(torch.from_numpy(np.broadcast_to(tokens, (self.stack.batch,)).astype(np.int32)))
-        self._wait()
-
-    def __call__(self, steps: int) -> tuple[float, float]:
-        """Seconds until all steps are enqueued, and until they are done."""
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.graph.replay()
-        enqueued = time.perf_counter()
-        self._wait()
-        return enqueued - start, time.perf_counter() - start
-
-    def moved(self) -> bool:
-        return False
-
-    def _wait(self) -> None:
-        if self.device != "cpu":
-            torch.cuda.synchronize()
+            self.wait()
 
 
 def measure_case(program: Program, repeats: int) -> dict:
     """By framework, its times; and how far the outputs of the same steps are apart."""
     stack = program.stack
-    of_torch = TorchSteps(stack, "cuda").capture()
-    caches = fill(stack, stack.empty_caches())
+    of_torch = TorchStep(stack, "cuda").capture()
+    caches = fill(stack.empty_caches())
     of_torch.load(caches)
     both = {"jax": Steps(program, caches), "torch": of_torch}
     start = decode_start(stack, staggered=False)
@@ -130,51 +109,44 @@ def measure_case(program: Program, repeats: int) -> dict:
         steps.start(start)
         steps(COMPARED_STEPS)
     outs = np.asarray(both["jax"].state[2].astype(np.float32)), of_torch.out.float().cpu().numpy()
-    found = {"difference": float(np.abs(outs[0] - outs[1]).max()), "largest": float(np.abs(outs[0]).max())}
+    row = {"difference": float(np.abs(outs[0] - outs[1]).max()), "largest": float(np.abs(outs[0]).max())}
     count = timed_steps(repeats)
     for _ in range(2):
         for name, steps in both.items():
-            found[name], operations = measure(steps, start, count, repeats, rewind=False)
-            found[name]["span_us"] = (max(o.end for o in operations) - operations[0].start) / count / 1e3
-            found[name]["layers_us"] = busy_time([o for o in operations if not CHAIN.search(o.name)]) / count / 1e3
-    return found
+            row[name], operations = measure(steps, start, count, repeats, rewind=False)
+            row[name]["layers_us"] = busy(o for o in operations if not CHAIN.search(o.name)) / count / 1e3
+    return row
 
 
-def table(results: dict[str, dict]) -> str:
+def table(rows: list[dict]) -> str:
     ratios = COLUMNS[:4]
     lines = [
         f"{'case':12} {'from':6}" + "".join(f"{c:>12}" for c in COLUMNS) + "".join(f"{c + ' /':>11}" for c in ratios)
     ]
-    for case, found in results.items():
+    for row in rows:
         for name in ("jax", "torch"):
-            line = f"{case:12} {name:6}" + "".join(f"{found[name][column]:12,.0f}" for column in COLUMNS)
+            line = f"{row['case']:12} {name:6}" + "".join(f"{row[name][column]:12,.0f}" for column in COLUMNS)
             if name == "torch":
-                line += "".join(f"{found['torch'][c] / found['jax'][c]:11.3f}" for c in ratios)
+                line += "".join(f"{row['torch'][c] / row['jax'][c]:11.3f}" for c in ratios)
             lines.append(line)
     return "\n".join(lines)
 
 
 def main() -> int:
-    made = parser(__doc__)
+    made = parser(__doc__, only=None)
     made.add_argument("--decode", default=PEER_DECODE, help="cases, BATCHxCONTEXT")
     made.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
     made.add_argument("--repeats", type=int, default=5)
     args = made.parse_args()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # half of the memory is torch's
-    results, ratios = {}, V4_FLASH_RATIOS[: args.layers]
+    ratios = V4_FLASH_RATIOS[: args.layers]
     sizes = {case: tuple(map(int, case.split("x"))) for case in args.decode.split(",")}
     programs = {c: Program(Stack(ratios=ratios, batch=n, max_len=k), "decode", n) for c, (n, k) in sizes.items()}
     if args.dry_run:
         print(*(program.name for program in programs.values()), sep="\n")
         return 0
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # half of the memory is torch's
     compile_all(list(programs.values()), workers=4)
-    for case, program in programs.items():
-        results[case] = measure_case(program, args.repeats)
-        apart, largest = results[case]["difference"], results[case]["largest"]
-        print(f"{case}: outputs differ by at most {apart:.2g}, where the largest is {largest:.2g}")
-        print(table({case: results[case]}), flush=True)
-        write("torch_step", [{"case": case, **found} for case, found in results.items()])
-        gc.collect()
-        torch.cuda.empty_cache()
-    print(table(results))
-    return 0
+    cases = ((case, functools.partial(measure_case, program, args.repeats)) for case, program in programs.items())
+    rows = run_cases("torch_step", cases)
+    print(table([row for row in rows if "torch" in row]))
+    return status(rows)

@@ -102,17 +102,17 @@ def timed(call: Callable[[], torch.Tensor], output: torch.Tensor, timer: Callabl
     """A layer's call, whose output is known: its times, and from a graph its kernels and its error too."""
     from benchmarks.harness import Run, host_time
 
-    found = {"eager_us": timer(Run(call, "torch"))}  # with what the GPU waits for the host
-    found["busy_us"] = timer.busy[0]
-    found["host_us"] = host_time(Run(call, "torch"), HOST_CALLS)
+    result = {"eager_us": timer(Run(call, "torch"))}  # with what the GPU waits for the host
+    result["busy_us"] = timer.busy[0]
+    result["host_us"] = host_time(Run(call, "torch"), HOST_CALLS)
     if in_graph:
         graph = Captured(call, gpu=True)
         graph.output.zero_()
         graph.replay()
-        found["graph_error"] = difference(graph.output, output)
-        found["graph_us"] = timer(Run(graph.replay, "torch"))
-        found["kernels"] = [operation.name for operation in timer.operations]
-    return found
+        result["graph_error"] = difference(graph.output, output)
+        result["graph_us"] = timer(Run(graph.replay, "torch"))
+        result["kernels"] = [operation.name for operation in timer.operations]
+    return result
 
 
 # --- both sides ------------------------------------------------------------------------------------
@@ -139,15 +139,15 @@ def engine(name: str) -> Engine:
 
 
 def run(name: str, side: str, file: Path, arguments: list[str]) -> dict:
-    """What a process of this side found, on the first GPU; what it had found before it died, if it did."""
+    """The results of this side's process, on the first GPU; those before its death, if it died."""
     switches = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **engine(name).switches(side)}
     switches |= {"CUDA_VISIBLE_DEVICES": "".join(gpu_names()[:1])}  # of several GPUs, JAX makes the last one current
     switches["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", f"benchmarks.engines.{name}", "--results", str(file)]
     print(f"--- {side}", flush=True)
     process = subprocess.run([*command, *engine(name).arguments(side), *arguments], cwd=ROOT, env=os.environ | switches)
-    found = torch.load(file) if file.exists() else NOTHING
-    return found | {"exit_status": process.returncode}
+    record = torch.load(file) if file.exists() else NOTHING
+    return record | {"exit_status": process.returncode}
 
 
 def rows(theirs: dict[str, dict], ours: dict[str, dict]) -> list[dict]:
@@ -158,22 +158,22 @@ def rows(theirs: dict[str, dict], ours: dict[str, dict]) -> list[dict]:
 def _row(name: str, theirs: dict, ours: dict) -> dict:
     row = {"case": name, "served": ours.get("served", {})}
     for key in ROW:
-        found = {side: result[key] for side, result in (("theirs", theirs), ("ours", ours)) if key in result}
-        if found:
-            row[key] = {side: float(f"{value:.4g}") for side, value in found.items()}
+        values = {side: result[key] for side, result in (("theirs", theirs), ("ours", ours)) if key in result}
+        if values:
+            row[key] = {side: float(f"{value:.4g}") for side, value in values.items()}
     if "output" in theirs and "output" in ours:
         row["apart"] = float(f"{difference(ours['output'], theirs['output']):.4g}")
     for why in ("skipped", "failed"):
-        found = {side: result[why] for side, result in (("theirs", theirs), ("ours", ours)) if why in result}
-        if found:
-            row[why] = found
+        values = {side: result[why] for side, result in (("theirs", theirs), ("ours", ours)) if why in result}
+        if values:
+            row[why] = values
     return row
 
 
-def table(found: list[dict]) -> str:
+def table(result: list[dict]) -> str:
     """A line for each row: errors, and the time in a CUDA graph or, eager, of the GPU's operations."""
     lines = [f"{'case':58} {'error theirs':>12} {'ours':>8} {'apart':>8} {'us theirs':>10} {'ours':>8}  served"]
-    for row in found:
+    for row in result:
         time = next((row[key] for key in TIMES if key in row), {})
         cells = [row.get("error", {}).get("theirs"), row.get("error", {}).get("ours"), row.get("apart")]
         cells = [f"{value:.4f}" if value is not None else "–" for value in cells]
@@ -208,13 +208,13 @@ def main() -> int:
     sides = ["ours"] if args.no_gpu else SIDES  # FlashMLA has no kernel for a CPU
     with tempfile.TemporaryDirectory() as folder:
         ran = {side: run(args.engine, side, Path(folder, f"{side}.pt"), arguments) for side in sides}
-    found = {side: ran.get(side, NOTHING) for side in SIDES}
-    result = rows(found["theirs"]["results"], found["ours"]["results"])
+    outcome = {side: ran.get(side, NOTHING) for side in SIDES}
+    result = rows(outcome["theirs"]["results"], outcome["ours"]["results"])
     print(table(result))
     if not args.no_gpu:
-        write(f"engines_{args.engine}", result, said=found["ours"]["said"])
+        write(f"engines_{args.engine}", result, said=outcome["ours"]["said"])
     most = engine(args.engine).most_error
-    bad = [f"{side}: exit status {status}" for side in SIDES if (status := found[side]["exit_status"])]
+    bad = [f"{side}: exit status {status}" for side in SIDES if (status := outcome[side]["exit_status"])]
     problems = ((row, row.get("failed") if args.no_gpu else problem(row, most(row["case"]))) for row in result)
     bad += [f"{row['case']}: {why}" for row, why in problems if why]
     print("\n".join(bad))

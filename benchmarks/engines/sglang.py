@@ -33,7 +33,7 @@ class Recorder:
         self.timer, self.found = timer, {}
 
     def run(self, case: kit.Case, device: str) -> dict[str, Any]:
-        """What one case gave: output, error, who served, times; or why it was skipped or failed."""
+        """A case's results: output, error, who served, times; or why it was skipped or failed."""
         from sparse_mla_torch.plugins import calls
 
         self.found, compare = {"in_graph": case.in_graph}, torch.testing.assert_close

@@ -74,18 +74,22 @@ def run(case: Case, timer: Callable | None) -> dict:
     """Output, error, who served, times; or why it failed."""
     from sparse_mla_torch.plugins import calls
 
-    found = {}
+    result = {}
     torch.manual_seed(0)
     try:
         call = case.call(case.layer())
         calls.counts.clear()
         output = call.function().clone()
-        found |= {"served": served(), "output": output.detach().float().cpu(), "error": difference(output, call.wanted)}
+        result |= {
+            "served": served(),
+            "output": output.detach().float().cpu(),
+            "error": difference(output, call.wanted),
+        }
         if timer:
-            found |= timed(call.function, output, timer, case.decode)
+            result |= timed(call.function, output, timer, case.decode)
     except Exception as error:  # the other cases still run
-        found["failed"] = f"{type(error).__name__}: {error}"[:400]
-    return found
+        result["failed"] = f"{type(error).__name__}: {error}"[:400]
+    return result
 
 
 def main() -> None:

@@ -103,12 +103,12 @@ def _logits(
     weights = _normal(rng, rows, heads, dtype=jnp.float32) * scale
     args = q, weights, keys, jnp.asarray(np.broadcast_to(table, (rows, pages))), jnp.asarray(lengths)
     out = torch.empty((rows, columns), device="cuda")
-    given = [_query_tensor(q), *map(_tensor, (weights, keys.data, *args[3:]))]
+    tensors = [_query_tensor(q), *map(_tensor, (weights, keys.data, *args[3:]))]
     read = int(lengths[-1]) if prefill else int(lengths.sum())
 
     # As a step's top-k takes them, and DeepGEMM leaves them: nothing is written behind the lengths.
     def ours():
-        torch_indexer.launch_logits(*given, out, rows_of_call=rows, fill=False, format=format)
+        torch_indexer.launch_logits(*tensors, out, rows_of_call=rows, fill=False, format=format)
         return out
 
     if format == IndexFormat.FP4:
@@ -116,12 +116,12 @@ def _logits(
         rival = _jitted(index_logits_reference, *args)
     else:
         peer, differ = "deep_gemm", LOGITS_DIFFER
-        rival = _deep_gemm_chunk(*given) if prefill else _deep_gemm_pages(*given)
+        rival = _deep_gemm_chunk(*tensors) if prefill else _deep_gemm_pages(*tensors)
 
     def check():
         theirs = rival.call()
         theirs = theirs if rival.framework == "torch" else _tensor(jax.block_until_ready(theirs))
-        return _largest_difference(ours(), theirs, given[-1], differ)
+        return _largest_difference(ours(), theirs, tensors[-1], differ)
 
     return Case(
         ours={
@@ -146,16 +146,16 @@ def _query_tensor(q: jax.Array) -> torch.Tensor:
 def _deep_gemm_pages(q, weights, keys, table, lengths) -> Run:
     """`fp8_paged_mqa_logits`; its schedule is made once a step and not timed."""
     columns = table.shape[1] * PAGE_SIZE
-    given = q[:, None], keys.view(-1, PAGE_SIZE, 1, INDEX_K_BYTES), weights, lengths[:, None].contiguous(), table
+    arguments = q[:, None], keys.view(-1, PAGE_SIZE, 1, INDEX_K_BYTES), weights, lengths[:, None].contiguous(), table
 
     @functools.cache
     def prepared():
         gemm, sms = peers.find("deep_gemm"), torch.cuda.get_device_properties(0).multi_processor_count
-        return gemm.fp8_paged_mqa_logits, gemm.get_paged_mqa_logits_metadata(given[3], PAGE_SIZE, sms)
+        return gemm.fp8_paged_mqa_logits, gemm.get_paged_mqa_logits_metadata(arguments[3], PAGE_SIZE, sms)
 
     def call():
         logits, schedule = prepared()
-        return logits(*given, schedule, columns, clean_logits=False)
+        return logits(*arguments, schedule, columns, clean_logits=False)
 
     return Run(call, "torch")
 
@@ -183,8 +183,8 @@ def _largest_difference(ours: torch.Tensor, theirs: torch.Tensor, lengths: torch
     at, most, largest = torch.arange(ours.shape[1], device=ours.device), 0.0, 0.0
     for rows in torch.arange(len(ours), device=ours.device).split(512):
         counted = at < lengths[rows, None]
-        wanted, found = ours[rows][counted], theirs[rows, : ours.shape[1]][counted]
-        most = max(most, (wanted - found).abs().max().item())
+        wanted, actual = ours[rows][counted], theirs[rows, : ours.shape[1]][counted]
+        most = max(most, (wanted - actual).abs().max().item())
         largest = max(largest, wanted.abs().max().item())
     assert most <= limit * largest, f"logits differ by {most:.3g}, the largest is {largest:.3g}"
     return most / largest
@@ -205,9 +205,9 @@ def _write(rng, n: int) -> Case:
         return their_cache
 
     def share_of_other_keys() -> float:
-        """Of the keys as they are read: SGLang's scale may be off by one unit in the last place."""
-        wanted, found = (_keys_of(x) for x in (_tensor(jax.block_until_ready(ours.call())), sglang()))
-        share = ((wanted - found).abs() > 1e-5 * wanted.abs() + 1e-9).float().mean().item()
+        """Compares keys as they are read: SGLang's scale may be off by one unit in the last place."""
+        wanted, actual = (_keys_of(x) for x in (_tensor(jax.block_until_ready(ours.call())), sglang()))
+        share = ((wanted - actual).abs() > 1e-5 * wanted.abs() + 1e-9).float().mean().item()
         assert share < 1e-3, f"{share:.2%} of the keys differ"
         return share
 

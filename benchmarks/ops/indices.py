@@ -26,8 +26,9 @@ def specs() -> Iterator[Spec]:
         yield Spec(f"combine_swa_extra {rows} x {topk}", functools.partial(_swa_extra, rows=rows, topk=topk))
 
 
-def _topk_swa(rng: np.random.Generator, rows: int, topk: int, requests: int = 8, seq_len: int = 65_536) -> Case:
+def _topk_swa(rng: np.random.Generator, rows: int, topk: int) -> Case:
     """A prefill chunk of 8 requests, every row with a full window and a full list."""
+    requests, seq_len = 8, 65_536
     per_request = rows // requests
     gathered = per_request + WINDOW - 1
     args = (
@@ -101,11 +102,11 @@ def _case(
 
 
 def _entries_that_differ(ours: Run, theirs: Run) -> float:
-    """Of the merged lists and their lengths; none may. The peer's lists may be wider, with −1 behind."""
+    """The number of entries and lengths that differ; none may. The peer's lists may be wider, with −1 behind."""
     wanted, lengths = map(torch.from_dlpack, jax.block_until_ready(ours.call()))
-    found, found_lengths = theirs.call()
-    differ = (found[:, : wanted.shape[1]] != wanted).sum() + (found_lengths != lengths).sum()
-    differ += (found[:, wanted.shape[1] :] != -1).sum()
+    actual, actual_lengths = theirs.call()
+    differ = (actual[:, : wanted.shape[1]] != wanted).sum() + (actual_lengths != lengths).sum()
+    differ += (actual[:, wanted.shape[1] :] != -1).sum()
     assert not differ, f"{int(differ)} entries differ"
     return float(differ)
 

@@ -23,6 +23,8 @@ from benchmarks import peers
 from benchmarks.harness import Case, Run, Spec, kernel_backends, operation
 from jax_sparse_mla import sparse_mla_prefill
 
+Q_LEN = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
@@ -31,7 +33,6 @@ class Prefill:
     qk_dim: int
     topk: int
     kv_len: int
-    q_len: int = 4096
 
     @property
     def name(self) -> str:
@@ -57,9 +58,9 @@ def specs() -> Iterator[Spec]:
 def prefill_arrays(rng: np.random.Generator, shape: Prefill) -> dict:
     """The arguments of `sparse_mla_prefill` that are arrays."""
     return {
-        "q": _normal(rng, (shape.q_len, shape.heads, shape.qk_dim), scale=0.1),
+        "q": _normal(rng, (Q_LEN, shape.heads, shape.qk_dim), scale=0.1),
         "kv": _normal(rng, (shape.kv_len, shape.qk_dim), scale=0.1),
-        "indices": jnp.asarray(rng.integers(0, shape.kv_len, (shape.q_len, shape.topk), np.int32)),
+        "indices": jnp.asarray(rng.integers(0, shape.kv_len, (Q_LEN, shape.topk), np.int32)),
         "attn_sink": _normal(rng, (shape.heads,), jnp.float32),
     }
 
@@ -67,14 +68,14 @@ def prefill_arrays(rng: np.random.Generator, shape: Prefill) -> dict:
 def _prefill(rng: np.random.Generator, shape: Prefill) -> Case:
     arrays = prefill_arrays(rng, shape)
     on_torch = {name: to_torch(x) for name, x in arrays.items()}
-    keys = shape.q_len * shape.topk
+    keys = Q_LEN * shape.topk
     ours = _on_triton(lambda: _call(drop_in, on_torch))
     theirs = _flashmla(lambda wheel: _call(wheel, on_torch, heads=64))
     return Case(
         ours=_jitted(arrays) | {"torch": ours},
         peers={"flash_mla": theirs},
         checks={"flash_mla": lambda: _difference(ours, theirs)},
-        bytes=2 * shape.kv_len * shape.qk_dim + 4 * keys + 2 * shape.q_len * shape.heads * (shape.qk_dim + 512),
+        bytes=2 * shape.kv_len * shape.qk_dim + 4 * keys + 2 * Q_LEN * shape.heads * (shape.qk_dim + 512),
         flop=2 * shape.heads * keys * (shape.qk_dim + 512),
     )
 
@@ -107,9 +108,9 @@ def _flashmla(make: Callable[[object], Callable]) -> Run:
 
 
 def _difference(ours: Run, theirs: Run) -> float:
-    """Of the outputs, norm over norm; both round to bfloat16."""
-    wanted, found = ours.call()[0].float(), theirs.call()[0].float()
-    share = ((found[..., : wanted.shape[-2], :] - wanted).norm() / wanted.norm()).item()
+    """The difference of the outputs, norm over norm; both round to bfloat16."""
+    wanted, actual = ours.call()[0].float(), theirs.call()[0].float()
+    share = ((actual[..., : wanted.shape[-2], :] - wanted).norm() / wanted.norm()).item()
     assert share < 0.01, f"the outputs differ by {share:.2%}"
     return share
 

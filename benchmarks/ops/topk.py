@@ -81,11 +81,11 @@ def _sglang(logits: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, to
 
 
 def _share_of_other_slots(ours: Run, theirs: Run) -> float:
-    """Of the slots that ours chooses, how many the peer does not; equal logits may leave a few."""
-    wanted, found = torch.from_dlpack(jax.block_until_ready(ours.call())), theirs.call()
-    wanted, found = (x.sort(-1).values.long() for x in (wanted, found))
-    at = torch.searchsorted(found, wanted).clamp(max=found.shape[1] - 1)
-    share = (found.gather(1, at) != wanted).double().mean().item()
+    """The share of our slots that the peer does not choose; equal logits may leave a few."""
+    wanted, actual = torch.from_dlpack(jax.block_until_ready(ours.call())), theirs.call()
+    wanted, actual = (x.sort(-1).values.long() for x in (wanted, actual))
+    at = torch.searchsorted(actual, wanted).clamp(max=actual.shape[1] - 1)
+    share = (actual.gather(1, at) != wanted).double().mean().item()
     assert share < 1e-3, f"{share:.2%} of the slots are others"
     return share
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -76,22 +77,34 @@ def check(state: State, step: Step, graph: Graph) -> Report:
     seen: dict[int, Seen | None] = dict.fromkeys(numbers)
     eager = step(seen)
     after = [Request.of(state, state.layers[number], request) for number, request in pairs]
-    report, failures = Report(1.0, 0.0, 0.0, _graph_error(state, eager, graph)), []
-    if not report.graph_error <= MOST_ERROR:
-        failures.append(f"the captured step's output differs from the eager one's by {report.graph_error:.3g}")
-    for (number, request), first, then in zip(pairs, before, after, strict=True):
-        where = f"layer {number} of ratio {stack.ratios[number]}, request {request}"
+    graph_error = _graph_error(state, eager, graph)
+    if not graph_error <= MOST_ERROR:
+        raise GuardError(f"the captured step's output differs from the eager one's by {graph_error:.3g}")
+    return _worst(
+        (
+            f"layer {number} of ratio {stack.ratios[number]}, request {request}",
+            functools.partial(compare, state, number, request, first, then, seen[number]),
+        )
+        for (number, request), first, then in zip(pairs, before, after, strict=True)
+    )._replace(graph_error=graph_error)
+
+
+def _worst(comparisons: Iterable[tuple[str, Callable[[], Report]]]) -> Report:
+    """The worst of all reports, each printed under its name; raises GuardError where one is not good enough."""
+    report, failures = Report(1.0, 0.0, 0.0, 0.0), []
+    for name, compared in comparisons:
         try:
-            found = compare(state, number, request, first, then, seen[number])
+            result = compared()
         except GuardError as error:
-            failures.append(f"{where}: {error}")
+            failures.append(f"{name}: {error}")
             continue
-        print(f"    {where}: {found}")
-        report = report.worse(found)
-        if not (found.selected >= LEAST_SELECTED and found.output_error <= MOST_ERROR):
-            failures.append(f"{where}: {found}")
+        print(f"    {name}: {result}")
+        report = report.worse(result)
+        if not (result.selected >= LEAST_SELECTED and result.output_error <= MOST_ERROR):
+            failures.append(f"{name}: {result}")
     if failures:
-        raise GuardError("\n".join(failures))
+        print("\n".join(failures), flush=True)
+        raise GuardError(failures[0])
     return report
 
 
@@ -104,26 +117,16 @@ def check_chunk(state: State, seen: dict[int, Seen | None], rows: int) -> Report
     Raises:
       GuardError: they are not the same.
     """
-    report, failures = Report(1.0, 0.0, 0.0, 0.0), []
-    for number, found in seen.items():
-        layer = state.layers[number]
-        owned, where = Request.of(state, layer, 0), f"layer {number} of ratio {layer.ratio}"
-        try:
-            # Where a chunk ends with a whole group, nothing of C128's state is read before it is written again.
-            length, with_state = state.stack.max_len - 1, layer.ratio == INDEXED_RATIO
-            found = compare(state, number, 0, owned, owned, found, rows - 2, length, with_state=with_state)
-            share = _check_entries(state, number, owned)
-        except GuardError as error:
-            failures.append(f"{where}: {error}")
-            continue
-        found = found._replace(changed_bytes=max(found.changed_bytes, share))
-        print(f"    {where}: {found}")
-        report = report.worse(found)
-        if not (found.selected >= LEAST_SELECTED and found.output_error <= MOST_ERROR):
-            failures.append(f"{where}: {found}")
-    if failures:
-        raise GuardError("\n".join(failures))
-    return report
+
+    def compared(number: int, layer: Layer) -> Report:
+        request, length = Request.of(state, layer, 0), state.stack.max_len - 1
+        # Where a chunk ends with a whole group, nothing of C128's state is read before it is written again.
+        with_state = layer.ratio == INDEXED_RATIO
+        result = compare(state, number, 0, request, request, seen[number], rows - 2, length, with_state=with_state)
+        return result._replace(changed_bytes=max(result.changed_bytes, _check_entries(state, number, request)))
+
+    layers = [(number, state.layers[number]) for number in seen]
+    return _worst((f"layer {n} of ratio {layer.ratio}", functools.partial(compared, n, layer)) for n, layer in layers)
 
 
 def _check_entries(state: State, number: int, owned: Request) -> float:
@@ -181,7 +184,7 @@ def _graph_error(state: State, eager: torch.Tensor, graph: Graph) -> float:
 
 @dataclasses.dataclass
 class Request:
-    """What one request owns of a layer, in the order of its pages: numpy arrays, `[pages, page_bytes]` and
+    """One request's part of a layer, in the order of its pages: numpy arrays, `[pages, page_bytes]` and
     `[ring, 2 · coff · head_dim]`."""
 
     swa: np.ndarray
@@ -203,12 +206,12 @@ class Request:
                 return _numpy(tokens[last * C4_RING : (last + 1) * C4_RING])
             return _numpy(tokens[request * C128_RING : (request + 1) * C128_RING])
 
-        found = cls(swa=_numpy(layer.swa[swa_pages]))
+        part = cls(swa=_numpy(layer.swa[swa_pages]))
         if layer.compressor is not None:
-            found.compressed, found.state = _numpy(layer.compressed[pages]), ring(layer.compressor)
+            part.compressed, part.state = _numpy(layer.compressed[pages]), ring(layer.compressor)
         if layer.index_k is not None:
-            found.index_k, found.index_state = _numpy(layer.index_k[pages]), ring(layer.index_compressor)
-        return found
+            part.index_k, part.index_state = _numpy(layer.index_k[pages]), ring(layer.index_compressor)
+        return part
 
 
 def compare(
@@ -245,9 +248,9 @@ def compare(
     run = _reference(mini, layer.ratio)
     out, expected, logits = run(cache, rows, state.params[number], tables, selection, jnp.full(1, length, jnp.int32))
 
-    found = _numpy(seen.out[row].float())
+    theirs = _numpy(seen.out[row].float())
     out = np.asarray(out[0], np.float32)
-    error = float(np.linalg.norm(found - out) / np.linalg.norm(out))
+    error = float(np.linalg.norm(theirs - out) / np.linalg.norm(out))
     share = 1.0
     if layer.index_k is not None:
         share = _selected(np.asarray(logits[0]), chosen, stack.spec.index_topk)
@@ -349,11 +352,11 @@ def _positions(state: State, request: int, slots: np.ndarray, length: int) -> np
     page_size = state.stack.spec.page_size
     pages = _numpy(state.req_to_token[request, ::page_size] // page_size)
     number = {page: i for i, page in enumerate(pages.tolist())}
-    found = [number.get(slot // 64, -1) * 64 + slot % 64 for slot in slots.tolist() if slot >= 0]
+    entries = [number.get(slot // 64, -1) * 64 + slot % 64 for slot in slots.tolist() if slot >= 0]
     expected = min(state.stack.spec.index_topk, length // INDEXED_RATIO)
-    if len(set(found)) != expected or min(found) < 0:
-        raise GuardError(f"request {request} selects {len(set(found))} of its own entries, not {expected}")
-    return np.asarray(found)
+    if len(set(entries)) != expected or min(entries) < 0:
+        raise GuardError(f"request {request} selects {len(set(entries))} of its own entries, not {expected}")
+    return np.asarray(entries)
 
 
 def _selected(logits: np.ndarray, chosen: np.ndarray, topk: int) -> float:

@@ -11,7 +11,7 @@ from benchmarks.sglang.step import Metadata, Seen, Step
 
 
 class ChunkMetadata(Metadata):
-    """What all layers of a chunk share.
+    """Arrays that all layers of a chunk share.
 
     Attributes:
       raw: int32 `[T, topk]`, the positions that the indexer selects.

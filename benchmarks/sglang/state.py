@@ -1,20 +1,19 @@
-"""What SGLang's step works on: the caches, tables, rows and parameters of `benchmarks.stack`, as its pools hold it."""
+"""The state of SGLang's step: the caches, tables, rows and parameters of `benchmarks.stack`, as its pools hold it."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
-from benchmarks.stack import Stack, fill
-from jax_sparse_mla import ModelSpec
+from benchmarks.stack import Stack, random_index_pages, random_pages
+from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.layers import CompressorParams, V4LayerParams
 from jax_sparse_mla.models import INDEXED_RATIO
 
-INDEX_BYTES = 132  # of an index key: 128 values and their scale
 C4_RING, C128_RING = 8, 128  # tokens of a compressor's state: for each page of the window's cache, for each request
 EPS = 1e-6
 
@@ -56,7 +55,7 @@ class Layer:
 
 
 class State:
-    """All that a decode step reads and writes, on `device`.
+    """All that a decode step reads and writes, on the GPU.
 
     Attributes:
       layers: of the stack.
@@ -71,17 +70,17 @@ class State:
       params: our parameters of each layer.
     """
 
-    def __init__(self, stack: Stack, device: str = "cuda", num_rows: int | None = None):
+    def __init__(self, stack: Stack, num_rows: int | None = None):
         """`num_rows` is how many rows the inputs have, by default one for each request."""
-        self.stack, self.device = stack, device
+        self.stack, self.device = stack, "cuda"
         tables, rows = stack.tables(), stack.rows(num_rows or stack.batch)
         self.req_to_token = self._tensor(tables.req_to_token)
         self.slots, self.full_to_swa = self.req_to_token.long(), self._tensor(tables.full_to_swa).long()
-        self.requests = torch.arange(stack.batch, device=device)
-        self.lens = torch.zeros(stack.batch, dtype=torch.int64, device=device)
+        self.requests = torch.arange(stack.batch, device=self.device)
+        self.lens = torch.zeros(stack.batch, dtype=torch.int64, device=self.device)
         first = rows[stack.ratios[0]]
         self.q, self.kv = self._tensor(first.q), self._tensor(first.kv)
-        self.kv_weight = torch.ones(stack.spec.qk_dim, dtype=torch.bfloat16, device=device)
+        self.kv_weight = torch.ones(stack.spec.qk_dim, dtype=torch.bfloat16, device=self.device)
         self.index_scale = (stack.spec.index_dim * stack.spec.index_heads) ** -0.5
         if INDEXED_RATIO in rows:
             index = rows[INDEXED_RATIO].index
@@ -98,27 +97,30 @@ class State:
         return torch.from_numpy(np.array(array)).to(self.device)
 
     def _layers(self) -> list[Layer]:
-        stack, some = self.stack, first_pages(self.stack)
-        counts = {"swa": 1 + stack.batch * stack.window_pages}
-        counts |= dict.fromkeys(("compressed", "index_k"), 1 + stack.batch * stack.pages)
+        stack, spec = self.stack, self.stack.spec
+        pages, swa_pages = 1 + stack.batch * stack.pages, 1 + stack.batch * stack.window_pages
+        sources = {r: random_pages(spec.kv_layout, spec.page_size // max(r, 1)) for r in {0, *stack.ratios}}
+        index_pages = random_index_pages(spec.page_size // INDEXED_RATIO, IndexFormat.FP8)
         layers = []
         for i, ratio in enumerate(stack.ratios):
             number, params = stack.ratios[:i].count(ratio), self.params[i]
-            caches = {name: self._repeat(pages, number, counts[name]) for name, pages in some[ratio].items()}
-            layer = Layer(ratio, sink=self._tensor(params.attn_sink), **caches)
+            swa = self._repeated(sources[0], number, swa_pages)
+            layer = Layer(ratio, swa=swa, sink=self._tensor(params.attn_sink))
             if ratio:
+                layer.compressed = self._repeated(sources[ratio], number, pages)
                 rows = self._rows[ratio].compressed_kv, self._rows[ratio].compressed_score
                 layer.compressor = self._compressor(ratio, params.compressor, *rows)
             if ratio == INDEXED_RATIO:
+                layer.index_k = self._repeated(index_pages, number, pages)
                 rows = self._rows[ratio].index.kv, self._rows[ratio].index.score
                 layer.index_compressor = self._compressor(ratio, params.index_compressor, *rows)
             layers.append(layer)
         return layers
 
-    def _repeat(self, some: np.ndarray, layer: int, pages: int) -> torch.Tensor:
-        """uint8 `[pages, page_bytes]`, a layer's share of the same few pages over and over."""
-        some = torch.from_numpy(some).to(self.device)
-        return some[torch.arange(layer * pages, (layer + 1) * pages, device=self.device) % len(some)]
+    def _repeated(self, source: jax.Array, layer: int, pages: int) -> torch.Tensor:
+        """uint8 `[pages, page_bytes]`, a layer's share of the same few pages over and over, as in `stack.fill`."""
+        source = self._tensor(source)
+        return source[torch.arange(layer * pages, (layer + 1) * pages, device=self.device) % len(source)]
 
     def _compressor(self, ratio: int, params: CompressorParams, kv, score) -> Compressor:
         tokens = C4_RING * (1 + self.stack.batch * self.stack.window_pages)
@@ -146,31 +148,3 @@ def layer_params(stack: Stack) -> list[V4LayerParams]:
     of_ratio = stack.params()
     numbers = [stack.ratios[:i].count(ratio) for i, ratio in enumerate(stack.ratios)]
     return [of_ratio[ratio].layer(number).alone() for ratio, number in zip(stack.ratios, numbers)]
-
-
-def first_pages(stack: Stack) -> dict[int, dict[str, np.ndarray]]:
-    """By ratio and cache, the few pages that `fill` repeats, uint8 `[at most 64, page_bytes]`.
-
-    It repeats as many as a layer has, and of the index keys as many as all layers have.
-    """
-    pages, swa_pages = 1 + stack.batch * stack.pages, 1 + stack.batch * stack.window_pages
-    found = dict(_filled(stack.spec, tuple(dict.fromkeys(stack.ratios)), min(64, pages), min(64, swa_pages)))
-    if INDEXED_RATIO in found:
-        keys = min(64, stack.ratios.count(INDEXED_RATIO) * pages)
-        filled = _filled(stack.spec, tuple(dict.fromkeys(stack.ratios)), keys, min(64, swa_pages))
-        found[INDEXED_RATIO] = found[INDEXED_RATIO] | {"index_k": filled[INDEXED_RATIO]["index_k"]}
-    return found
-
-
-@functools.cache
-def _filled(spec: ModelSpec, ratios: tuple[int, ...], pages: int, swa_pages: int) -> dict[int, dict[str, np.ndarray]]:
-    """The caches of one layer of each ratio, filled."""
-    small = Stack(spec, ratios, batch=1, max_len=spec.page_size * (pages - 1), window_pages=swa_pages - 1)
-    found = {}
-    for ratio, cache in fill(small, small.empty_caches()).items():
-        found[ratio] = {"swa": np.array(cache.swa.data)}
-        if ratio:
-            found[ratio]["compressed"] = np.array(cache.compressed.data)
-        if ratio == INDEXED_RATIO:
-            found[ratio]["index_k"] = np.array(cache.index_k)
-    return found

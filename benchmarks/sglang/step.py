@@ -18,7 +18,7 @@ STREAM_ROWS = 64
 
 
 class Metadata:
-    """What all layers of a step share, made as SGLang's backend makes it inside its graph.
+    """Arrays that all layers of a step share, made as SGLang's backend makes it inside its graph.
 
     Attributes:
       positions, c4_lens: int32 `[T]`. swa_lens, c4_topk_lens, c128_lens: int32 `[T]`, the attention's lengths.
@@ -50,7 +50,7 @@ class Metadata:
         max_len: int,
         out_loc: torch.Tensor,
     ) -> None:
-        """What a row needs, of a request `[T]`, a length `[T]` and the slot that it writes `[T]`."""
+        """Makes a row's arrays, from its request `[T]`, length `[T]` and the slot `[T]` that it writes."""
         spec = state.stack.spec
         pages = sglang["pages"].BuildPageTablePositions.execute(
             req_to_token=state.req_to_token,
@@ -91,7 +91,7 @@ def _to_64(slots: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass
 class Seen:
-    """What a layer got and made: kv bfloat16 `[T, 512]`, out bfloat16 `[T, heads, 512]`, and the slots that its indexer
+    """A layer's input kv bfloat16 `[T, 512]`, its output bfloat16 `[T, heads, 512]`, and the slots that its indexer
     selected, if it has one, int32 `[T, topk]`."""
 
     kv: torch.Tensor
@@ -126,12 +126,12 @@ class Step:
                 seen[number] = Seen(kv, out, None if layer.index_k is None else metadata.c4_slots.clone())
         return out
 
-    def capture(self, warm_ups: int = 3) -> Graph:
+    def capture(self) -> Graph:
         """The step as a CUDA graph; the requests' lengths move on with every warm-up."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(warm_ups):
+            for _ in range(3):
                 self()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -204,14 +204,14 @@ class Step:
             q, weights = self._index_query(metadata)
             self._compress(layer.ratio, layer.index_compressor, layer.index_k, metadata)
         else:
-            here = torch.cuda.current_stream()
-            q_stream.wait_stream(here)
-            weights_stream.wait_stream(here)
+            stream = torch.cuda.current_stream()
+            q_stream.wait_stream(stream)
+            weights_stream.wait_stream(stream)
             self._compress(layer.ratio, layer.index_compressor, layer.index_k, metadata)
             q_stream.wait_stream(weights_stream)
             with torch.cuda.stream(q_stream):
                 q, weights = self._index_query(metadata)
-            here.wait_stream(q_stream)
+            stream.wait_stream(q_stream)
         self._select(layer, q, weights, metadata)
 
     def _select(self, layer: Layer, q: torch.Tensor, weights: torch.Tensor, metadata: Metadata) -> None:

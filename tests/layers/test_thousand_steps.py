@@ -84,7 +84,7 @@ def test_a_thousand_steps_of_requests_that_come_and_go():
     schedule = Schedule.random(0)
     pool, lens = jnp.asarray(schedule.pool), jnp.asarray(schedule.lens)
     steps = {count: step_of(stack, count) for count in BUCKETS}
-    state = fill(stack, stack.empty_caches()), jnp.int32(0), jnp.zeros(max(BUCKETS))
+    state = fill(stack.empty_caches()), jnp.int32(0), jnp.zeros(max(BUCKETS))
     for count in BUCKETS:  # compile
         caches, _, sums = steps[count](state, rows[count], params, tables, pool, lens)
         state = jax.block_until_ready((caches, jnp.int32(0), jnp.zeros_like(sums)))

@@ -4,8 +4,10 @@ import ast
 import graphlib
 import importlib.util
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 import jax_sparse_mla as mla
-from benchmarks.__main__ import OPERATIONS
+from benchmarks import __main__ as benchmarks
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jax_sparse_mla", "interop/sparse_mla_torch")
@@ -114,8 +116,27 @@ def test_pages_name_what_exists(page):
         for module in re.findall(r"python -m ((?:benchmarks|jax_sparse_mla)[\w.]*)", text):
             path_of_module = ROOT / module.replace(".", "/")
             assert path_of_module.with_suffix(".py").exists() or (path_of_module / "__main__.py").exists(), module
-        for operation in re.findall(r"python -m benchmarks (\w+)", text):
-            assert operation in OPERATIONS, operation
+
+
+def test_printed_benchmarks_take_their_arguments(monkeypatch, capsys):
+    """Each command of the pages lists its cases, which needs no GPU; torch's are left out where torch is."""
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    command = r"`python -m benchmarks ([^`]+)`|^[^`\n]*python -m benchmarks ([^`#\n]+)"  # in a line, in a block
+    printed = [words for page in pages for words in re.findall(command, page.read_text(), re.MULTILINE)]
+    assert len(printed) > 20
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    for words in sorted({"".join(words) for words in printed}):
+        names, arguments = benchmarks.split(shlex.split(words))
+        assert names, words
+        for name in names:
+            try:
+                status = benchmarks.run(name, [*arguments, "--dry-run"])
+            except SystemExit as end:
+                status = end.code
+            except ModuleNotFoundError as error:
+                assert error.name in ("torch", "triton"), words
+                continue
+            assert status == 0, f"python -m benchmarks {words}: {capsys.readouterr().err}"
 
 
 def test_versions_agree():

@@ -34,7 +34,7 @@ import jax_sparse_mla as mla
 from benchmarks import stack as stacks
 from benchmarks.stack import Stack, fill
 from benchmarks.step import Program, Steps, decode_start
-from benchmarks.torch_step import TorchSteps
+from benchmarks.torch_step import TorchStep
 from jax_sparse_mla import layers
 from jax_sparse_mla.indexer import select as index_selection
 
@@ -331,13 +331,13 @@ def test_what_batch_invariance_asks_of_the_kernels(ratio, batch_invariant, monke
 # --- all layers of a step -------------------------------------------------------------------------
 
 
-def both(stack: Stack, start) -> tuple[Steps, TorchSteps]:
+def both(stack: Stack, start) -> tuple[Steps, TorchStep]:
     """JAX's program and torch's step, before their first step on the same caches."""
-    of_torch = TorchSteps(stack, DEVICE)
+    of_torch = TorchStep(stack, DEVICE)
     if DEVICE == "cuda":
         of_torch.capture()
     program = Program(stack, "decode", stack.batch).lower().compile()
-    caches = fill(stack, stack.empty_caches())
+    caches = fill(stack.empty_caches())
     of_torch.load(caches)
     of_jax = Steps(program, caches)
     of_jax.start(start)
