@@ -11,10 +11,8 @@ from jax_sparse_mla.attention import (
     sparse_mla_extend,
     sparse_mla_prefill,
 )
-from jax_sparse_mla.compressor.api import compress_kv
-from jax_sparse_mla.compressor.state import CompressorState
-from jax_sparse_mla.indexer.logits import index_logits, write_index_k
-from jax_sparse_mla.indexer.select import index_topk
+from jax_sparse_mla.compressor import CompressorState, compress_kv
+from jax_sparse_mla.indexer import index_logits, index_topk, write_index_k
 from jax_sparse_mla.indices import (
     TopkTransform,
     combine_swa_extra_indices,

@@ -103,7 +103,7 @@ class ArgumentChecks(Checks):
                 raise TypeError(f"{wanted}, got {type(x).__name__}: {error}") from None
         if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
             raise TypeError(f"{wanted} (a JAX or numpy array), got {type(x).__module__}.{type(x).__name__}")
-        if x.dtype.name not in names:
+        if x.dtype.name not in names or not x.dtype.isnative:  # `>i4` is int32 by name
             raise TypeError(f"{wanted}, got {x.dtype} {list(x.shape)}")
         self.bind(name, x.shape, shape)
         return jnp.asarray(x)

@@ -64,7 +64,8 @@ class Backend:
       devices: ranges of compute capabilities, both ends included; None: any device.
       device_names: the same in words.
       needs: the packages that it calls.
-      binaries: by phase, the CUDA kernel of ours that it launches and its architecture, as `launch.build` has them.
+      binaries: by phase, the CUDA kernel of ours that it launches and its architecture, as `launch.build` has them;
+        None is the device's own, of a kernel that uses no feature of one architecture alone.
       unready: "module:function" of `(phase, framework) -> str | None`, which says why the backend cannot be used here
         although its packages are found; it may load a kernel. None: nothing is left to ask.
     """
@@ -73,7 +74,7 @@ class Backend:
     devices: tuple[tuple[Capability, Capability], ...] | None = None
     device_names: str = ""
     needs: tuple[Need, ...] = ()
-    binaries: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    binaries: Mapping[str, tuple[str, str | None]] = dataclasses.field(default_factory=dict)
     unready: str | None = None
 
     def cannot(self, call: Any) -> list[str]:
@@ -95,17 +96,27 @@ class Backend:
             return None
         return "serves {}, got compute capability {}.{}".format(self.device_names, *capability)
 
-    def missing(self, phase: str, framework: str) -> str | None:
-        """Why the backend cannot be used in this process; None if it can. It builds its CUDA kernel if need be."""
+    def binary(self, phase: str, device: DeviceInfo) -> tuple[str, str] | None:
+        """The CUDA kernel of a phase, and the architecture that the device takes it of; None without one."""
+        if phase not in self.binaries:
+            return None
+        kernel, arch = self.binaries[phase]
+        return kernel, arch or "{}{}".format(*device.compute_capability)
+
+    def missing(self, phase: str, framework: str, device: DeviceInfo) -> str | None:
+        """Why the backend cannot be used in this process, on any call; None if it can.
+
+        It builds its CUDA kernel if need be, for a device that it serves.
+        """
+        if why := self.wrong_device(device):
+            return why
         for need in self.needs:
             if framework in need.frameworks and phase in (need.phases or (phase,)) and (why := need.missing()):
                 return why
-        if phase in self.binaries and load("jax_sparse_mla.launch.build:module")(*self.binaries[phase]) is None:
-            return KERNEL_UNUSABLE
+        binary = self.binary(phase, device)
+        if binary and load("jax_sparse_mla.launch.build:module")(*binary) is None:
+            return "its CUDA kernel cannot be used here: a warning says why"
         return None if self.unready is None else load(self.unready)(phase, framework)
-
-
-KERNEL_UNUSABLE = "its CUDA kernel cannot be used here: a warning says why"
 
 
 def load(name: str) -> Any:
@@ -120,7 +131,7 @@ def first_able(backends: Mapping[str, Any], call: Any, phase: str, framework: st
     Only those are asked for their packages and kernels that can take the call.
     """
     *preferred, last = backends.values()
-    return next((x for x in preferred if not x.cannot(call) and not x.missing(phase, framework)), last)
+    return next((x for x in preferred if not x.cannot(call) and not x.missing(phase, framework, call.device)), last)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,6 @@ import os
 import sys
 import warnings
 
-__all__ = ["give_triton_a_cache", "is_found", "version", "warn_once", "why_not"]
-
 
 def is_found(name: str) -> bool:
     """Whether there is a package of this import name; it is not imported."""

@@ -4,7 +4,7 @@ XLA cannot see through a kernel, and JAX does not guess how the result of a gath
 function which dimensions of its arrays may be cut. From it follow two of the three ways:
 
 * Over explicit mesh axes (those of `jax.make_mesh` by default), where an array's type says how it is sharded,
-  `on_own_shares` runs the function on each device's own shares, under `shard_map`.
+  `by_rule` runs the function on each device's own shares, under `shard_map`.
 * Over automatic axes the partitioner decides while it compiles. `partitioned` tells it what it may cut.
 * Under `jax.shard_map` the caller has cut the arrays: a function runs as on one device.
 """
@@ -61,26 +61,26 @@ def refuse_sharded(check: ArgumentChecks, name: str, keys: Any) -> None:
         )
 
 
-def on_own_shares(function: Callable[..., Any], shares: PartitionRule, arguments: tuple, **static: Any) -> Any:
+def by_rule(function: Callable[..., Any], rule: PartitionRule, arguments: tuple, **static: Any) -> Any:
     """`function(*arguments, **static)` on each device's shares, over explicit axes.
 
     A dimension is cut as the first argument is that has it sharded; the others are resharded to that first. The
     function and what is static are hashable.
     """
     types = (jax.typeof(x).sharding.spec for x in jax.tree.leaves(arguments))
-    cut = _cuts(zip(_leaves(shares.arguments, arguments), types))
-    return _on_own_shares(
+    cut = _cuts(zip(_leaves(rule.arguments, arguments), types))
+    return _by_rule(
         arguments,
         function=function,
-        in_specs=_specs(shares.arguments, cut),
-        out_specs=_specs(shares.results, cut),
+        in_specs=_specs(rule.arguments, cut),
+        out_specs=_specs(rule.results, cut),
         mesh=_mesh(arguments),
         static=tuple(static.items()),
     )
 
 
 @partial(jax.jit, static_argnames=("function", "in_specs", "out_specs", "mesh", "static"))
-def _on_own_shares(arguments, *, function, in_specs, out_specs, mesh, static):
+def _by_rule(arguments, *, function, in_specs, out_specs, mesh, static):
     arguments = tuple(_resharded(mesh, *pair) for pair in zip(arguments, in_specs))
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
     function = partial(function, **dict(static))
@@ -106,17 +106,17 @@ def may_be_partitioned(arguments: tuple) -> bool:
     return all(kind == AxisType.Auto for mesh in meshes for kind in mesh.axis_types)
 
 
-def partitioned(function: Callable[..., Any], shares: PartitionRule, *arguments: Any) -> Any:
+def partitioned(function: Callable[..., Any], rule: PartitionRule, *arguments: Any) -> Any:
     """`function(*arguments)`, of which the partitioner knows what it may cut. No gradient, no batching rule.
 
     A program for one device has the function itself.
     """
     # The compilation cache is keyed by program text, which does not contain this function, so we pass its digest.
     jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    text = str(jaxpr).encode() + b"".join(np.asarray(x).tobytes() for x in jaxpr.consts)
-    digest = np.frombuffer(hashlib.sha256(text).digest(), np.int32)
+    program = str(jaxpr).encode() + b"".join(np.asarray(x).tobytes() for x in jaxpr.consts)
+    digest = np.frombuffer(hashlib.sha256(program).digest(), np.int32)
     traced = jax.jit(function)  # holds the function's constants, which custom_partitioning refuses
-    names = [PartitionSpec(), *_leaves(shares.arguments, arguments)], _leaves(shares.results, results)
+    names = [PartitionSpec(), *_leaves(rule.arguments, arguments)], _leaves(rule.results, results)
 
     def of_mesh(mesh: Any, tree: Any, names: list, cut: dict) -> Any:
         return jax.tree.structure(tree).unflatten(NamedSharding(mesh, spec) for spec in _specs(names, cut))
@@ -126,10 +126,10 @@ def partitioned(function: Callable[..., Any], shares: PartitionRule, *arguments:
         cut = _cuts(zip([*names[1], *names[0]], map(_spec, leaves)))
 
         def on_shares(_, *parts):
-            if PAGES in cut and shares.across:
-                return shares.across(traced, cut[PAGES], *parts)
+            if PAGES in cut and rule.across:
+                return rule.across(traced, cut[PAGES], *parts)
             results = traced(*parts)
-            return _summed(results, names[1], cut) if shares.summed else results
+            return _summed(results, names[1], cut) if rule.summed else results
 
         return mesh, on_shares, of_mesh(mesh, results, names[1], cut), of_mesh(mesh, arguments, names[0], cut)
 
@@ -138,12 +138,12 @@ def partitioned(function: Callable[..., Any], shares: PartitionRule, *arguments:
         return of_mesh(mesh, results, names[1], cut)
 
     called = custom_partitioning(lambda _, *arguments: traced(*arguments))
-    rule, whole = _rule(names, (digest, *jax.tree.leaves(arguments)), jax.tree.leaves(results))
-    called.def_partition(partition, infer, sharding_rule=rule, need_replication_factors=whole)
+    text, whole = _shardy_rule(names, (digest, *jax.tree.leaves(arguments)), jax.tree.leaves(results))
+    called.def_partition(partition, infer, sharding_rule=text, need_replication_factors=whole)
     return called(jnp.asarray(digest), *arguments)
 
 
-def _rule(names: tuple[list, list], *shapes: Iterable[Any]) -> tuple[str, tuple[str, ...]]:
+def _shardy_rule(names: tuple[list, list], *shapes: Iterable[Any]) -> tuple[str, tuple[str, ...]]:
     """Shardy's rule, such as "rows whole0, rows -> rows", and those of its names that must not be cut."""
     whole, sides = [], []
     for specs, arrays in zip(names, shapes):

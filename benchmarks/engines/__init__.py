@@ -1,7 +1,7 @@
 """Attention layers of SGLang and vLLM, of DeepSeek-V4 and V3.2, with FlashMLA and with ours, on one GPU.
 
     python -m benchmarks engines sglang [--part kit|graph|served] [--only TEXT]   # needs an H200, SGLang 0.5.23
-    python -m benchmarks engines vllm [--only TEXT]                               # needs what docs/*/engines.md lists
+    python -m benchmarks engines vllm [--only TEXT]                             # needs docs/guides/engines.md lists
     python -m benchmarks engines sglang --no-gpu      # ours with the stand-ins of tests/engines: no times
 
 The engine's backends, metadata, caches, index conversions and Triton kernels are its own. Each side is a process that

@@ -19,7 +19,7 @@ from sparse_mla_torch.operations import indexer as torch_indexer
 from benchmarks import peers
 from benchmarks.harness import Case, Run, Spec, in_place, operation
 from jax_sparse_mla.compressor.api import compress_kv, compress_kv_reference
-from jax_sparse_mla.compressor.state import CompressorState, compressor_window
+from jax_sparse_mla.compressor.state import CompressorArrays, CompressorState, compressor_window
 from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.indexer.logits import (
     INDEX_DIM,
@@ -258,10 +258,8 @@ def _compress(rng, tokens: int, requests: int, ratio: int, head_dim: int) -> Cas
         return state, entries, rows
 
     def plain(carry, *args):
-        state = carry[0].kv, carry[0].score
-        entries, rows, *state = compress_kv_reference(
-            *state, *args, ratio=ratio, norm_eps=1e-6, num_entries=num_entries
-        )
+        arrays = CompressorArrays(carry[0].kv, carry[0].score, *args)
+        entries, rows, *state = compress_kv_reference(arrays, ratio=ratio, norm_eps=1e-6, num_entries=num_entries)
         return CompressorState(kv=state[0], score=state[1]), entries, rows
 
     def start():

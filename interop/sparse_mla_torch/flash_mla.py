@@ -5,10 +5,10 @@ keywords come last). Calls that its Hopper kernels refuse are served too: any nu
 columns, V3.2 with `topk_length` or with an extra cache, out-of-range indices and lengths, any batch, CPU tensors.
 
 On CUDA the router picks FlashMLA's own operators, where they are installed and faster, or our kernels
-(docs/*/routing.md). All run on torch's current stream. A CUDA graph can capture them once a call of the same shapes has
-run; where JAX runs in the process too, capture with `capture_error_mode="thread_local"` (docs/*/cuda-graphs.md). The
-environment variables JAX_SPARSE_MLA_DECODE_BACKEND, JAX_SPARSE_MLA_PREFILL_BACKEND and JAX_SPARSE_MLA_BACKEND name a
-backend instead. They are read at the first call of new shapes.
+(docs/reference/routing.md). All run on torch's current stream. A CUDA graph can capture them once a call of the same
+shapes has run; where JAX runs in the process too, capture with `capture_error_mode="thread_local"`
+(docs/internals/cuda-graphs.md). The environment variables JAX_SPARSE_MLA_DECODE_BACKEND, JAX_SPARSE_MLA_PREFILL_BACKEND
+and JAX_SPARSE_MLA_BACKEND name a backend instead. They are read at the first call of new shapes.
 
 Both functions also take what vLLM and SGLang pass to theirs: their schedule objects and tensors, `out` as one tensor,
 index rows that stand apart, pages with padding behind them.

@@ -6,7 +6,6 @@ reference elsewhere.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -18,14 +17,12 @@ from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, ArgumentCheck
 from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.index_table import IndexTable
 from jax_sparse_mla.attention.machine import override_of, plan_here
-from jax_sparse_mla.attention.serve import Service, calls_of, serve
+from jax_sparse_mla.attention.serve import Service, serve
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.layout import workspace_layout
 from jax_sparse_mla.kv_cache.paged import check_first_cache, check_second_cache
 from jax_sparse_mla.launch.transforms import varying_like
-
-__all__ = ["calls_of", "sparse_mla_decode", "sparse_mla_prefill"]
 
 
 def sparse_mla_decode(
@@ -48,8 +45,8 @@ def sparse_mla_decode(
     The softmax runs over the union of both caches' valid entries; `attention/reference.py` has the formula. Under
     `shard_map` heads (q and attn_sink) and batch rows (q, indices, lengths) shard without a collective; caches
     sharded by pages are what `context_parallel_decode` is for. Over explicit mesh axes the call shards itself,
-    by the rows and heads of q; under plain `jit` the partitioner cuts both (docs/*/sharding.md). Decode kernels have
-    no gradient: differentiate with `backend="reference"`.
+    by the rows and heads of q; under plain `jit` the partitioner cuts both (docs/internals/sharding.md). Decode kernels
+    have no gradient: differentiate with `backend="reference"`.
 
     Args:
       q: bfloat16 `[batch, q_len, heads, qk_dim]`; the reference also takes float32.
@@ -102,11 +99,15 @@ def sparse_mla_decode(
     tables = [table for table in tables if table.indices.shape[-1] and table.cache.num_slots]
     batch, q_len, heads, _ = q.shape
     columns = sum(table.indices.shape[-1] for table in tables)
-    call = Call("decode", layout, batch * q_len, max(heads, 1), DeviceInfo.current(), columns, q.dtype.name)
-    extra_layout = None if extra_cache is None else extra_cache.layout
-    call = dataclasses.replace(call, batch_invariant=batch_invariant, extra_layout=extra_layout)
-    service = Service("decode", *_backend(check, call, backend), softmax_scale, batch_invariant)
-    service = service._replace(assume_valid_indices=bool(assume_valid_indices))
+    call = Call(
+        *("decode", layout, batch * q_len, max(heads, 1), DeviceInfo.current(), columns, q.dtype.name),
+        batch_invariant=batch_invariant,
+        extra_layout=None if extra_cache is None else extra_cache.layout,
+    )
+    service = Service(
+        *("decode", *_backend(check, call, backend), softmax_scale, batch_invariant),
+        assume_valid_indices=bool(assume_valid_indices),
+    )
     if q.size == 0 or not tables:
         return _nothing(q, layout.v_dim)
     return serve(check, service, (q, tuple(tables), attn_sink))
@@ -159,10 +160,14 @@ def sparse_mla_prefill(
     q_len, heads, qk_dim = q.shape
     layout = workspace_layout(qk_dim)
     dtype = "float32" if np.float32 in (q.dtype, kv.dtype) else q.dtype.name
-    call = Call("prefill", layout, q_len, max(heads, 1), DeviceInfo.current(), indices.shape[1], dtype)
-    call = dataclasses.replace(call, batch_invariant=batch_invariant)
-    service = Service("prefill", *_backend(check, call, backend), softmax_scale, batch_invariant)
-    service = service._replace(deterministic_gradient=bool(deterministic_gradient))
+    call = Call(
+        *("prefill", layout, q_len, max(heads, 1), DeviceInfo.current(), indices.shape[1], dtype),
+        batch_invariant=batch_invariant,
+    )
+    service = Service(
+        *("prefill", *_backend(check, call, backend), softmax_scale, batch_invariant),
+        deterministic_gradient=bool(deterministic_gradient),
+    )
     if 0 in (q.size, kv.size, indices.size):
         out, lse = _nothing(q, layout.v_dim)
         return out, lse, lse

@@ -21,8 +21,6 @@ from jax_sparse_mla.indices.ownership import AxisName, Ownership, Positions, pac
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.paged import check_cache
 
-__all__ = ["context_parallel_decode", "cut_pages", "own_slots"]
-
 
 def context_parallel_decode(
     q: jax.Array,

@@ -32,24 +32,12 @@ def exchanged(
 
     Sums are float32 and in the devices' order; out is rounded to its dtype once, after the sink.
     """
-    words = lax.all_to_all(_send(out, lse, lax.axis_size(axis_name)), axis_name, 0, 0, tiled=True)
+    words = lax.all_to_all(send(out, lse, lax.axis_size(axis_name)), axis_name, 0, 0, tiled=True)
     *leading, heads, v_dim = out.shape
     return merge_received(words, attn_sink, (*leading, heads // len(words), v_dim), out.dtype)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _send(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:
-    return send(out, lse, n)
-
-
-@_send.defjvp
-def _refuse(n, primals, tangents):
-    raise NotImplementedError(
-        "context_parallel_decode: what devices exchange are bits, without a gradient; only attn_sink has one. "
-        "Differentiate sparse_mla_decode over whole caches"
-    )
-
-
 @partial(jax.jit, static_argnames="n")
 def send(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:
     """int32 `[n, words]`, one row a peer: the bits of its heads' `out`, then of `lse`, padded to 16 bytes."""
@@ -59,6 +47,14 @@ def send(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:
     words = n, _words(math.prod(leading) * heads // n, v_dim, out.dtype)
     kernel = launching("attention.triton.exchange.send", words=words)
     return dispatch(kernel, partial(send_reference, n=n), out, lse)
+
+
+@send.defjvp
+def _refuse(n, primals, tangents):
+    raise NotImplementedError(
+        "context_parallel_decode: what devices exchange are bits, without a gradient; only attn_sink has one. "
+        "Differentiate sparse_mla_decode over whole caches"
+    )
 
 
 def send_reference(out: jax.Array, lse: jax.Array, n: int) -> jax.Array:

@@ -65,7 +65,7 @@ def differentiable(
     attend.defvjp(save, pull)
 
     def called(*arguments):
-        # What every device of a `shard_map` has is summed over them here, and not in the kernel's gradient.
+        # Gradients of what every device of a `shard_map` has are summed here, and not in the kernel's gradient.
         return attend(*varying_alike(arguments))
 
     return called
@@ -115,8 +115,9 @@ def by_kernel(arrays: Arrays, *, softmax_scale: float, deterministic: bool, tile
     factor, offset, dsink = statistics(attn_sink, out, lse, g_out, g_lse)
     scales = key_scales(q, kv, g_out, offset, softmax_scale) if deterministic else None
     call = GradientCall(DeviceInfo.current(), q.shape[-1], deterministic)
-    backward = load(first_able(GRADIENT_BACKENDS, call, "gradient").function)
-    if tile is not None:
+    if tile is None:
+        backward = load(first_able(GRADIENT_BACKENDS, call, "gradient").function)
+    else:
         backward = partial(load(GRADIENT_BACKENDS["triton"].function), tile=tile)
     arrays = GradientArrays(q, kv, indices, lengths, g_out, lse, factor, offset, scales)
     dq, dkv = backward(executor(), arrays, softmax_scale=softmax_scale)

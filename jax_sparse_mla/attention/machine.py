@@ -6,11 +6,9 @@ import os
 
 import jax
 
-from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call
+from jax_sparse_mla.attention.backend import BACKENDS, Call
 from jax_sparse_mla.attention.route import Plan, plan_call
 from jax_sparse_mla.device import DeviceInfo
-
-__all__ = ["installed_backends", "installed_for", "missing_for", "override_of", "plan_here"]
 
 
 def missing_for(phase: str) -> dict[str, str]:
@@ -18,10 +16,10 @@ def missing_for(phase: str) -> dict[str, str]:
     device = DeviceInfo.current()
     missing = {}
     for name, backend in BACKENDS.items():
-        why = backend.wrong_device(device)  # asked first: what follows may build a kernel
+        why = backend.wrong_device(device)
         if why is None and device.platform == "cuda" and jax.default_backend() != "gpu":
             why = None if backend.devices is None else "JAX has no GPU here"
-        if why := why or backend.missing(phase, "jax"):
+        if why := why or backend.missing(phase, "jax", device):
             missing[name] = why
     return missing
 
@@ -29,11 +27,6 @@ def missing_for(phase: str) -> dict[str, str]:
 def installed_for(phase: str) -> frozenset[str]:
     """Names of the backends that can serve this phase here, for some call."""
     return frozenset(BACKENDS) - missing_for(phase).keys()
-
-
-def installed_backends() -> frozenset[str]:
-    """Names of the backends that can serve a phase here: their packages are there and the device is one of theirs."""
-    return frozenset().union(*map(installed_for, PHASES))
 
 
 def plan_here(call: Call, *, backend: str | None = None) -> Plan:

@@ -56,13 +56,13 @@ def sparse_mla_prefill_probabilities(
     arguments = q, kv, indices, topk_length, lse
     softmax_scale = static_scale(check, softmax_scale)
     if not sharding.is_sharded(arguments):
-        return _of_heads(*arguments, softmax_scale=softmax_scale)
+        return _summed_over_heads(*arguments, softmax_scale=softmax_scale)
     sharding.refuse_sharded(check, "kv", kv)
-    shares = _shares(topk_length, heads=None)
-    return sharding.on_own_shares(_of_heads, shares, arguments, softmax_scale=softmax_scale)
+    rule = _rule(topk_length, heads=None)
+    return sharding.by_rule(_summed_over_heads, rule, arguments, softmax_scale=softmax_scale)
 
 
-def _shares(topk_length: jax.Array | None, heads: str | None) -> sharding.PartitionRule:
+def _rule(topk_length: jax.Array | None, heads: str | None) -> sharding.PartitionRule:
     """Rows may be cut, and heads, if they are named: the result is then a sum of what the devices have."""
     optional = None if topk_length is None else P("rows")
     operands = P("rows", heads), P(), P("rows"), optional, P("rows", heads)
@@ -70,7 +70,7 @@ def _shares(topk_length: jax.Array | None, heads: str | None) -> sharding.Partit
 
 
 @partial(jax.jit, static_argnames="softmax_scale")
-def _of_heads(q, kv, indices, topk_length, lse, *, softmax_scale: float) -> jax.Array:
+def _summed_over_heads(q, kv, indices, topk_length, lse, *, softmax_scale: float) -> jax.Array:
     arguments = jax.lax.stop_gradient((q, kv, indices, topk_length, lse))
     plain = kernel = partial(_plain, softmax_scale=softmax_scale)
     if 0 in (q.size, kv.size, indices.size):
@@ -78,7 +78,7 @@ def _of_heads(q, kv, indices, topk_length, lse, *, softmax_scale: float) -> jax.
     layouts = BACKENDS["triton"].layouts["prefill"]
     if workspace_layout(q.shape[-1]) in layouts and q.dtype == kv.dtype == jnp.bfloat16:
         kernel = partial(_by_kernel, softmax_scale=softmax_scale)
-    return dispatch(kernel, plain, *arguments, shares=_shares(topk_length, heads="heads"))
+    return dispatch(kernel, plain, *arguments, rule=_rule(topk_length, heads="heads"))
 
 
 def _by_kernel(q, kv, indices, topk_length, lse, *, softmax_scale: float) -> jax.Array:

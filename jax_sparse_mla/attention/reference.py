@@ -27,7 +27,7 @@ from jax_sparse_mla.attention.merge import sink_factor
 from jax_sparse_mla.kv_cache.layout import workspace_layout
 from jax_sparse_mla.kv_cache.rows import gather_rows_reference
 
-# What one chunk of query rows may take: its gathered keys (bf16 and float32) and scores. Several chunks are a loop, and
+# Bytes of one chunk of query rows: its gathered keys (bf16 and float32) and scores. Several chunks are a loop, and
 # a loop's inputs exist in memory: of a single large chunk XLA's CPU compiler fuses all that makes the indices into the
 # gather, and computes each index again for every one of its row's 512 values.
 CHUNK_BYTES = 32 << 20

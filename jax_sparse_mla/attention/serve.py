@@ -16,8 +16,6 @@ from jax_sparse_mla.attention.gradient import differentiable
 from jax_sparse_mla.attention.index_table import IndexTable
 from jax_sparse_mla.launch.transforms import KernelCall, shared
 
-__all__ = ["Service", "calls_of", "serve"]
-
 # The parts of a program that attend are named: this prefix, the phase, a dot, the backend.
 _SCOPE = "sparse_mla_"
 
@@ -65,7 +63,7 @@ def serve(check: ArgumentChecks, service: Service, arguments: tuple) -> tuple[ja
             sharding.refuse_sharded(check, name, table.cache)
     else:
         sharding.refuse_sharded(check, "kv", arguments[1])
-    return sharding.on_own_shares(_traced, _RULES[service.phase](*arguments), arguments, service=service)
+    return sharding.by_rule(_traced, _RULES[service.phase](*arguments), arguments, service=service)
 
 
 @partial(jax.jit, static_argnames="service")

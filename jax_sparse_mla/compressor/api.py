@@ -32,6 +32,7 @@ from jax_sparse_mla._chunks import map_rows
 from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, INT_MAX, ArgumentChecks
 from jax_sparse_mla.compressor.state import (
     CHUNK_BYTES,
+    CompressorArrays,
     CompressorState,
     Tokens,
     carry,
@@ -151,9 +152,9 @@ def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, 
     if ape is None:
         ape = jnp.zeros((ratio, tokens.kv.shape[1]), jnp.float32)
     requests = (0 if state is None else state.first_of(max_requests)), max_requests
-    step = tokens.kv, tokens.score, tokens.positions, tokens.req_rows
     carried = (None, None) if state is None else (state.kv, state.score)
-    arguments = *carried, *step, query_start_loc, ape, norm_weight, inv_freq
+    step = tokens.kv, tokens.score, tokens.positions, tokens.req_rows
+    arrays = CompressorArrays(*carried, *step, query_start_loc, ape, norm_weight, inv_freq)
 
     kernel = launching(
         "compressor.triton.compress", ratio=ratio, norm_eps=norm_eps, num_entries=num_entries, requests=requests
@@ -168,34 +169,20 @@ def _compress_kv(state, tokens, query_start_loc, ape, norm_weight, inv_freq, *, 
     )
     # The kernel takes neighbouring values in pairs.
     kernel_serves = num_entries and head_dim % 2 == 0 and inv_freq.shape[0] and state is not None and not round_pooled
-    entries, rows, kv, score = dispatch(kernel, plain, *arguments) if kernel_serves else plain(*arguments)
+    entries, rows, kv, score = dispatch(kernel, plain, arrays) if kernel_serves else plain(arrays)
     return entries, rows, None if state is None else dataclasses.replace(state, kv=kv, score=score)
 
 
 def compress_kv_reference(
-    state_kv,
-    state_score,
-    kv,
-    score,
-    positions,
-    req_rows,
-    query_start_loc,
-    ape,
-    norm_weight,
-    inv_freq,
-    *,
-    ratio,
-    norm_eps,
-    num_entries,
-    requests=None,
-    round_pooled=False,
-):
+    arrays: CompressorArrays, *, ratio, norm_eps, num_entries, requests=None, round_pooled=False
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """`(entries, rows, state_kv, state_score)` of `compress_kv` in plain JAX: what a kernel must do but for the order
     of its sums. There are tokens and requests.
 
     `requests` are the first row and the number of rows of the layer's requests in the state; None: all of them. Windows
     overlap where kv has two halves of `norm_weight`'s width.
     """
+    state_kv, state_score, kv, score, positions, req_rows, query_start_loc, ape, norm_weight, inv_freq = arrays
     state = None if state_kv is None else CompressorState(kv=state_kv, score=state_score)
     first_request, max_requests = requests or (0, state_kv.shape[0])
     num_tokens, head_dim = positions.shape[0], norm_weight.shape[0]

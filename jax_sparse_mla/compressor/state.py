@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax import lax
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.argument_checks import FLOAT32, ArgumentChecks
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
-from jax_sparse_mla.models.kinds import overlaps
+from jax_sparse_mla.models.kinds import INDEXED_RATIO
 
 # Bytes of the windows that are compressed at the same time.
 CHUNK_BYTES = 32 << 20
@@ -19,12 +20,27 @@ CHUNK_BYTES = 32 << 20
 
 def row_halves(ratio: int, overlap: bool | None = None) -> int:
     """Halves of a row, and groups of a window: 2 where windows overlap; None: as in the published models."""
-    return 2 if (overlaps(ratio) if overlap is None else overlap) else 1
+    return 2 if (ratio == INDEXED_RATIO if overlap is None else overlap) else 1
 
 
 def compressor_window(ratio: int, overlap: bool | None = None) -> int:
     """Tokens of a group's window: twice the ratio where windows overlap, which None leaves to the ratio (8 for 4)."""
     return row_halves(ratio, overlap) * ratio
+
+
+class CompressorArrays(NamedTuple):
+    """The arrays of one `compress_kv`, under its names; the state's are None where it is, and score with them."""
+
+    state_kv: Any
+    state_score: Any
+    kv: Any
+    score: Any
+    positions: Any
+    req_rows: Any
+    query_start_loc: Any
+    ape: Any
+    norm_weight: Any
+    inv_freq: Any
 
 
 @pytree_dataclass

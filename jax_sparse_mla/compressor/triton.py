@@ -17,6 +17,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from jax_sparse_mla.compressor.state import CompressorArrays
 from jax_sparse_mla.launch.describe import Executor, Launch, Output
 
 # Steps of at most so many rows are searched by every program; for longer ones a launch of its own does it once.
@@ -50,9 +51,9 @@ def entry_constants(
     }
 
 
-# What the functions below share. `step`: the pointers of the rows' positions and requests, the number of rows in
-# memory, the row where padding begins, the number of requests. `rows`: the pointers of the step's kv and scores.
-# `state`: the pointers of the ring's kv and scores, and the first ring row of this layer.
+# Parameters that the functions below share. `step`: the pointers of the rows' positions and requests, the number of
+# rows in memory, the row where padding begins, the number of requests. `rows`: the pointers of the step's kv and
+# scores. `state`: the pointers of the ring's kv and scores, and the first ring row of this layer.
 
 
 @triton.jit
@@ -430,24 +431,19 @@ def carry_kernel(
 
 def compress(
     execute: Executor,
-    state_kv,
-    state_score,
-    kv,
-    score,
-    positions,
-    req_rows,
-    query_start_loc,
-    ape,
-    norm_weight,
-    inv_freq,
-    *,
+    *arrays,
     ratio: int,
     norm_eps: float,
     num_entries: int,
     requests: tuple[int, int] | None = None,
     out: Sequence[Any] = (None, None),
 ) -> tuple[Any, Any, Any, Any]:
-    """(entries, rows, state_kv, state_score), as `jax_sparse_mla.compress_kv`; `out` are entries and rows to write."""
+    """(entries, rows, state_kv, state_score), as `jax_sparse_mla.compress_kv`, of the fields of `CompressorArrays`.
+
+    `out` are entries and rows to write.
+    """
+    arrays = CompressorArrays(*arrays)
+    state_kv, state_score, kv, score, positions, req_rows, query_start_loc, ape, norm_weight, inv_freq = arrays
     num_rows, num_requests = positions.shape[0], query_start_loc.shape[0] - 1
     first_request, max_requests = requests or (0, state_kv.shape[0])
     ring, head_dim = state_kv.shape[1], norm_weight.shape[0]
@@ -465,29 +461,16 @@ def compress(
     entries = Launch(entries_kernel, "compress_entries", (num_entries,), scalars, outputs, constants)
     inputs = (kv, score, state_kv, state_score, *step, ape, norm_weight, inv_freq, completing)
     entries, rows = execute(entries, inputs, out)
-    return entries, rows, *carry(execute, state_kv, state_score, kv, score, *step, rows, requests=requests)
+    return entries, rows, *_carry(execute, arrays, rows, (num_rows, num_requests, max_requests, first_request))
 
 
-def carry(
-    execute: Executor,
-    state_kv,
-    state_score,
-    kv,
-    score,
-    positions,
-    req_rows,
-    query_start_loc,
-    after,
-    *,
-    requests: tuple[int, int] | None = None,
-) -> tuple[Any, Any]:
-    """(state_kv, state_score) with the last tokens of each request.
+def _carry(execute: Executor, arrays: CompressorArrays, after, scalars: tuple[int, ...]) -> tuple[Any, Any]:
+    """(state_kv, state_score) with the last tokens of each request; `scalars` are the kernel's.
 
     `after` is what another launch made: so XLA sees that the launch has read the state before it is written.
     """
-    num_rows, num_requests = positions.shape[0], query_start_loc.shape[0] - 1
-    first_request, max_requests = requests or (0, state_kv.shape[0])
-    scalars = num_rows, num_requests, max_requests, first_request
+    state_kv, state_score, kv, score, positions, req_rows, query_start_loc, *_ = arrays
+    num_rows, *_ = scalars
     outputs = tuple(Output(state_kv.shape, "float32", alias=alias) for alias in (6, 7))
     constants = {"RING": state_kv.shape[1], "WIDTH": state_kv.shape[2], **CARRY_OPTIONS}
     few = num_rows <= SEARCHED_ROWS

@@ -21,7 +21,6 @@ from jax_sparse_mla.indexer.logits import (
     check_logits,
     logits_of,
     logits_of_units,
-    page_size_of,
 )
 from jax_sparse_mla.indexer.select import SCRATCH_BYTES, in_chunks, rows_at_once
 from jax_sparse_mla.indices import topk_positions
@@ -109,7 +108,7 @@ def index_topk_and_blocks(
 @functools.partial(jax.jit, static_argnames=("topk", "topk_blocks", "block_size", "scratch_bytes"))
 def _both(rows_of, index_cache, topk, topk_blocks, block_size, scratch_bytes):
     def select(rows_of, index_cache):
-        (rows,), width = rows_of["lengths"].shape, rows_of["pages"].shape[1] * page_size_of(index_cache)
+        (rows,), width = rows_of["lengths"].shape, rows_of["pages"].shape[1] * as_index_keys(index_cache).page_size
 
         def chunk(rows_of):
             arguments = rows_of["q"], rows_of["weights"], index_cache, rows_of["pages"], rows_of["lengths"]
@@ -188,12 +187,12 @@ def _check(function, q, weights, index_cache, page_table, lengths):
 
 
 def _check_block(check: ArgumentChecks, block_size: int, index_cache: jax.Array | IndexKeys) -> int:
-    block_size, page_size = check.static_int("block_size", block_size, minimum=1), page_size_of(index_cache)
+    block_size, page_size = check.static_int("block_size", block_size, minimum=1), as_index_keys(index_cache).page_size
     if page_size % block_size:
         raise check.fail(f"block_size must divide the page size of index_cache, {page_size}, got {block_size}")
     return block_size
 
 
 def _over_rows(select, rows_of, index_cache, results):
-    shares = PartitionRule((jax.tree.map(lambda _: P("rows"), rows_of), P()), results)
-    return shared(select, shares)(rows_of, index_cache)
+    rule = PartitionRule((jax.tree.map(lambda _: P("rows"), rows_of), P()), results)
+    return shared(select, rule)(rows_of, index_cache)

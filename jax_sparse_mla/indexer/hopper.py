@@ -11,8 +11,6 @@ from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.indexer.route import LOGITS_BACKENDS
 from jax_sparse_mla.launch import build, tvm
 
-FP4_MOST_ROWS = 256  # the kernel for FP4 keys has room for so many in shared memory
-
 
 def index_logits(execute: Any, *arrays: jax.Array, pages: tuple[int, int] | None, fill: bool, fp4: bool) -> jax.Array:
     """float32 `[rows, capacity]`; arguments as in `indexer/triton.py`.

@@ -17,8 +17,15 @@ from jax import lax
 
 from jax_sparse_mla.kv_cache.quantize import (
     E4M3_MAX,
+    EXPONENT_BIAS,
     F32_448,
+    F32_INF,
     F32_ONE,
+    MAGNITUDE_MASK,
+    MANTISSA_BITS,
+    MANTISSA_MASK,
+    MIN_NORMAL,
+    UE8M0_NAN,
     bits_to_float32,
     divide,
     e2m1_codes,
@@ -37,15 +44,8 @@ _MIN_AMAX = np.float32(1e-4)  # SGLang's floor: an all-zero key has a scale too
 _LEAST_FP8_EXPONENT = -22  # of 2^ceil(log2(1e-4 / 448)), where scales are powers of two
 _LEAST_QUERY_EXPONENT = -126  # both engines floor amax at 6 * 2^-126 where they round queries to FP4
 
-_MANTISSA_BITS = 23
-_EXPONENT_BIAS = 127
-_MANTISSA_MASK = 0x007FFFFF
 _MANTISSA_OF_1_5 = 0x00400000
-_MAGNITUDE_MASK = 0x7FFFFFFF
-_MIN_NORMAL_BITS = 0x00800000
 _MAX_FINITE_BITS = 0x7F7FFFFF
-_INF_BITS = 0x7F800000
-_NAN_BYTE = 255
 # 6 * 2^125. A larger value would round to 4 or 6 units of 2^126, which read back as infinity.
 _MAX_FP4_BITS = 0x7F400000
 
@@ -157,7 +157,7 @@ def quantize_fp8(x: jax.Array, format: IndexFormat = IndexFormat.FP8) -> tuple[j
     if format.least_exponent is not None:
         values, exponents = quantize_groups(x, x.shape[-1], format.least_exponent)
         return values, power_of_two(exponents)[..., 0]
-    amax_bits = jnp.max(float32_bits(x) & _MAGNITUDE_MASK, axis=-1, initial=0)
+    amax_bits = jnp.max(float32_bits(x) & MAGNITUDE_MASK, axis=-1, initial=0)
     floor = int(_MIN_AMAX.view(np.int32))
     # An infinity is clipped.
     scale_bits = divide(jnp.clip(amax_bits, floor, _MAX_FINITE_BITS), F32_448)
@@ -180,14 +180,14 @@ def _quantize_fp4(x: jax.Array, least: int) -> tuple[jax.Array, jax.Array]:
     """
     groups = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // IndexFormat.FP4.group, IndexFormat.FP4.group)
     bits = float32_bits(groups)
-    magnitude, sign = bits & _MAGNITUDE_MASK, bits & ~_MAGNITUDE_MASK
-    is_nan = jnp.any(magnitude > _INF_BITS, axis=-1)
-    magnitude = jnp.where(magnitude < _MIN_NORMAL_BITS, 0, jnp.minimum(magnitude, _MAX_FP4_BITS))
+    magnitude, sign = bits & MAGNITUDE_MASK, bits & ~MAGNITUDE_MASK
+    is_nan = jnp.any(magnitude > F32_INF, axis=-1)
+    magnitude = jnp.where(magnitude < MIN_NORMAL, 0, jnp.minimum(magnitude, _MAX_FP4_BITS))
     amax = jnp.max(magnitude, axis=-1)
     # amax = m * 2^k with 1 <= m < 2, and 6 = 1.5 * 2^2: the ceiling is k - 2, plus 1 where m > 1.5.
-    exponent = (amax >> _MANTISSA_BITS) - _EXPONENT_BIAS - 2 + ((amax & _MANTISSA_MASK) > _MANTISSA_OF_1_5)
+    exponent = (amax >> MANTISSA_BITS) - EXPONENT_BIAS - 2 + ((amax & MANTISSA_MASK) > _MANTISSA_OF_1_5)
     exponent = jnp.maximum(exponent, least)
     # Scaled by a power of two no value is rounded.
     codes = e2m1_codes(bits_to_float32(magnitude | sign) * power_of_two(-exponent)[..., None], jnp.float32(1))
-    scales = jnp.where(is_nan, _NAN_BYTE, exponent + _EXPONENT_BIAS).astype(jnp.uint8)
+    scales = jnp.where(is_nan, UE8M0_NAN, exponent + EXPONENT_BIAS).astype(jnp.uint8)
     return jnp.where(is_nan[..., None], 0, codes).reshape(x.shape), scales

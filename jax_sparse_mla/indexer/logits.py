@@ -136,7 +136,7 @@ def check_logits(check: ArgumentChecks, q, weights, index_cache, page_table, len
     return q, weights, index_cache, page_table, check("lengths", lengths, ("rows",), INT32)
 
 
-_LOGITS_SHARES = sharding.PartitionRule((P("rows"), P("rows"), P(), P("rows"), P("rows")), P("rows"))
+_LOGITS_RULE = sharding.PartitionRule((P("rows"), P("rows"), P(), P("rows"), P("rows")), P("rows"))
 
 
 @functools.partial(jax.jit, static_argnames=("rows_of_call", "fill", "alone"))
@@ -163,7 +163,7 @@ def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None
         arrays = jax.tree.leaves(((q.astype(jnp.bfloat16) if fp4 else q), *others))
         return load(backend.function)(executor(), *arrays, pages=_pages(index_cache), fill=fill, fp4=fp4)
 
-    return dispatch(kernel, plain, *arguments, shares=_LOGITS_SHARES)
+    return dispatch(kernel, plain, *arguments, rule=_LOGITS_RULE)
 
 
 def index_logits_reference(q, weights, index_cache, page_table, lengths, *, alone=False):
@@ -319,11 +319,11 @@ def _write_index_k(index_cache, slots, k, *, hadamard):
         return write_index_k_reference(keys, slots, k, hadamard=hadamard).data
 
     pages = P(sharding.PAGES) if keys.num_layers == 1 else P()  # those of several layers lie one after the other
-    shares = sharding.PartitionRule((pages, P(), P()), pages, across=write_own_pages)
+    rule = sharding.PartitionRule((pages, P(), P()), pages, across=write_own_pages)
     if keys.format == IndexFormat.FP8:
-        data = dispatch(kernel, plain, keys, slots, k, shares=shares)
+        data = dispatch(kernel, plain, keys, slots, k, rule=rule)
     else:  # the kernel writes SGLang's FP8 keys
-        data = shared(plain, shares)(keys, slots, k)
+        data = shared(plain, rule)(keys, slots, k)
     return dataclasses.replace(index_cache, data=data) if isinstance(index_cache, IndexKeys) else data
 
 
@@ -369,11 +369,6 @@ def _gather_index_k(index_cache, slots):
     scales = jnp.where(valid[:, None], scales, 0.0)
     scales = scales[:, 0] if keys.format.group == INDEX_DIM else scales
     return lax.bitcast_convert_type(values, jnp.float8_e4m3fn), scales
-
-
-def page_size_of(index_cache: jax.Array | IndexKeys) -> int:
-    """Keys of a page."""
-    return as_index_keys(index_cache).page_size
 
 
 def check_index_cache(check: ArgumentChecks, index_cache: jax.Array | IndexKeys) -> jax.Array | IndexKeys:
@@ -454,7 +449,7 @@ def _quantize_index_q(q, *, hadamard, format):
 
     rows = P(*(f"rows{i}" for i in range(q.ndim - 1)))
     kernel = launching("indexer.triton.quantize_index_q", hadamard=hadamard)
-    return dispatch(kernel, plain, q, shares=sharding.PartitionRule((rows,), (rows, rows)))
+    return dispatch(kernel, plain, q, rule=sharding.PartitionRule((rows,), (rows, rows)))
 
 
 def quantize_index_q_reference(x, *, hadamard=False, format=IndexFormat.FP8):

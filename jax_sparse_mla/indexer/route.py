@@ -65,6 +65,7 @@ class Backend(shared.Backend):
 # Rows from which the kernel for FP8 keys is ahead of Triton's: a prefill chunk. Fewer are rows of different requests
 # most likely, which share no keys; the kernel for FP4 keys serves these.
 FROM_ROWS = 256
+FP4_MOST_ROWS = 256  # the kernel for FP4 keys has room for so many in shared memory
 MAX_KERNEL_HEADS = 64  # of both models; a kernel's accumulators grow with them
 
 _HOPPER = Backend(
@@ -82,10 +83,14 @@ _HOPPER = Backend(
 
 _RECORDS = (
     _HOPPER,
-    # e5m2 holds hardly any e4m3 query, and what the kernel does then is slower than Triton's. It has a specialisation
-    # for at most 16, 32 and 64 heads.
+    # It multiplies numbers of e5m2. Queries of e4m3 hardly ever fit these, and its way for what does not fit is slower
+    # than Triton's kernel. It has specialisations for up to 16, 32 and 64 heads.
     dataclasses.replace(
-        _HOPPER, name="hopper_fp4", reads=(("bfloat16", "FP4"),), rows=(0, FROM_ROWS - 1), heads=(0, MAX_KERNEL_HEADS)
+        _HOPPER,
+        name="hopper_fp4",
+        reads=(("bfloat16", "FP4"),),
+        rows=(0, min(FROM_ROWS - 1, FP4_MOST_ROWS)),
+        heads=(0, MAX_KERNEL_HEADS),
     ),
     Backend(
         name="triton",

@@ -20,10 +20,10 @@ from jax_sparse_mla.indexer.logits import (
     INDEX_DIM,
     INVARIANT_ROWS,
     IndexKeys,
+    as_index_keys,
     check_index_cache,
     check_logits,
     logits_of,
-    page_size_of,
 )
 from jax_sparse_mla.indices import TopkTransform, topk_transform
 from jax_sparse_mla.launch.transforms import shared
@@ -133,14 +133,14 @@ class Selection(NamedTuple):
 def _index_topk(rows_of, index_cache, page_table, kv_page_table, *, selection):
     select = functools.partial(_by_chunks, selection)
     of_rows = jax.tree.map(lambda _: P("rows"), rows_of)
-    shares = PartitionRule((of_rows, P(), P(), None if kv_page_table is None else P()), P("rows"))
-    return shared(select, shares)(rows_of, index_cache, page_table, kv_page_table)
+    rule = PartitionRule((of_rows, P(), P(), None if kv_page_table is None else P()), P("rows"))
+    return shared(select, rule)(rows_of, index_cache, page_table, kv_page_table)
 
 
 def _by_chunks(selection, rows_of, index_cache, page_table, kv_page_table):
     topk, batch_invariant = selection.topk, selection.batch_invariant
     requests, width = page_table.shape
-    (rows,), capacity = rows_of["lengths"].shape, width * page_size_of(index_cache)
+    (rows,), capacity = rows_of["lengths"].shape, width * as_index_keys(index_cache).page_size
     if requests == 0:
         return jnp.full((rows, topk), -1, jnp.int32)
 
@@ -174,7 +174,7 @@ def logits_at_once(q, weights, index_cache, page_table, lengths, *, batch_invari
     too many for one array, or the rows too many to be computed together.
     """
     check_logits(ArgumentChecks("index_logits"), q, weights, index_cache, page_table, lengths)
-    capacity = page_table.shape[1] * page_size_of(index_cache)
+    capacity = page_table.shape[1] * as_index_keys(index_cache).page_size
     if q.shape[0] > rows_at_once(capacity, SCRATCH_BYTES, batch_invariant):
         return None
     return logits_of(q, weights, index_cache, page_table, lengths, fill=False, alone=batch_invariant)

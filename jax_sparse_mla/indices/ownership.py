@@ -153,7 +153,7 @@ def _pack_rows(rows: list[tuple], rank: jax.Array, rules: tuple[tuple[Ownership,
         return list(zip(results, results))
 
     plain = partial(_pack_rows_reference, rules=rules)
-    return dispatch(kernel, plain, rows, rank, shares=PartitionRule((P("rows"), P()), P("rows")))
+    return dispatch(kernel, plain, rows, rank, rule=PartitionRule((P("rows"), P()), P("rows")))
 
 
 def _pack_rows_reference(rows: list[tuple], rank: jax.Array, rules: tuple[tuple[Ownership, int], ...]) -> list[tuple]:

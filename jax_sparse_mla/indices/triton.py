@@ -121,7 +121,7 @@ def combine_topk_swa_kernel(
     span = tl.where(live, topk_len + swa_len, 0)
     tl.store(lengths_ptr + row, span, mask=in_rows)
 
-    # What makes an entry valid comes down to limits of the row, so that an element costs few instructions: entries
+    # Whether an entry is valid comes down to limits of the row, so that an element costs few instructions: entries
     # 0 ... last_entry (no further than the request's own, and their sum with the base fits int32) ...
     last_entry = tl.minimum(seq_len // RATIO - 1, _INT_MAX - tl.maximum(compressed_base, 0))
     last_entry = tl.where(live & (compressed_base >= 0), last_entry, -1)

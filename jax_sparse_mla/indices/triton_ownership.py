@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -80,29 +80,16 @@ def pack_kernel(
         _pack_row(rank, extra, extra_last, EXTRA_TOPK, EXTRA_COLUMNS, SIZE, EXTRA_INTERLEAVE, EXTRA_HAS_LENGTHS)
 
 
-class Lists(NamedTuple):
-    """The static description of index lists.
-
-    Attributes:
-      interleave: indices of a turn.
-      last: the last index that a rank has; what is beyond it is nobody's.
-      has_lengths: whether int32 `[rows]` comes with them.
-    """
-
-    interleave: int
-    last: int
-    has_lengths: bool
-
-
 def pack(execute: Executor, rank, *arrays, size: int, lists: Sequence[tuple[int, int, bool]]) -> tuple[Any, ...]:
     """Own parts of one or two index lists int32 `[rows, k]` a row, and their lengths, as `Ownership.pack` makes them.
 
-    `arrays` are of each list its indices, then its lengths if it has any; `lists` the fields of its `Lists`.
+    `arrays` are of each list its indices, then its lengths if it has any; `lists` are of each the indices of a turn,
+    the last index that any rank has, and whether it has lengths.
     """
-    remaining, lists = list(arrays), [Lists(*fields) for fields in lists]
-    operands = [(remaining.pop(0), remaining.pop(0) if each.has_lengths else None) for each in lists]
+    remaining = list(arrays)
+    operands = [(remaining.pop(0), remaining.pop(0) if has_lengths else None) for _, _, has_lengths in lists]
     (indices, lengths), (extra, extra_lengths) = (*operands, (None, None))[:2]
-    first, second = (*lists, Lists(1, -1, False))[:2]
+    (interleave, last, has_lengths), (extra_interleave, extra_last, _) = (*lists, (1, -1, False))[:2]
     outputs = []
     for positions in (indices, extra):
         if positions is None:
@@ -112,10 +99,10 @@ def pack(execute: Executor, rank, *arrays, size: int, lists: Sequence[tuple[int,
     columns = [min(triton.next_power_of_2(x.shape[1]), _MOST_COLUMNS) for x in (indices, extra) if x is not None]
     constants = {"TOPK": indices.shape[1], "EXTRA_TOPK": 0 if extra is None else extra.shape[1], "SIZE": size}
     constants |= {"COLUMNS": columns[0], "EXTRA_COLUMNS": columns[-1]}
-    constants |= {"INTERLEAVE": first.interleave, "EXTRA_INTERLEAVE": second.interleave}
-    constants |= {"HAS_LENGTHS": first.has_lengths, "EXTRA_HAS_LENGTHS": second.has_lengths}
+    constants |= {"INTERLEAVE": interleave, "EXTRA_INTERLEAVE": extra_interleave}
+    constants |= {"HAS_LENGTHS": has_lengths, "EXTRA_HAS_LENGTHS": extra_lengths is not None}
     constants["num_warps"] = min(max(max(columns) // 256, 4), 16)
-    grid, scalars = (indices.shape[0], len(lists)), (first.last, second.last)
+    grid, scalars = (indices.shape[0], len(lists)), (last, extra_last)
     launch = Launch(pack_kernel, "pack_own", grid, scalars, outputs, constants)
     results = execute(launch, (rank, indices, lengths, extra, extra_lengths))
     return tuple(x for x in results if x is not None)

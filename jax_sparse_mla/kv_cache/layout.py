@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,9 +232,30 @@ _name(_NOPE_BF16)
 _name(replace(_V32_FP8, name="NOPE_FP8", nope_dim=512, rope_dim=0, quantizers=((_FLASHMLA, -13), (_SGLANG, None))))
 _name(replace(_NOPE_BF16, name="NOPE_FP8_TENSOR", fp8_dim=512, group=512, scale_format="tensor"))
 
-# What the kernels of `kv_cache/triton.py` were written for: they move 64 values or 8 bytes at a time, and would
-# leave out the rest of another layout's parts. Plain JAX serves every layout.
+# The layouts that the kernels of `kv_cache/triton.py` were written for: they move 64 values or 8 bytes at a time, and
+# would leave out the rest of another layout's parts. Plain JAX serves every layout.
 KERNEL_LAYOUTS = tuple(layout for layout in vars(KVLayout).values() if isinstance(layout, KVLayout))
+
+
+class Pages(NamedTuple):
+    """The pages of a cache in the buffer that holds them, as kernels take them.
+
+    Attributes:
+      layout, page_size: of the cache.
+      first, count: the cache's first page in the buffer, and how many it has.
+      page_bytes: from one page's start to the next one's; None: the layout's own.
+    """
+
+    layout: KVLayout
+    page_size: int
+    first: int
+    count: int
+    page_bytes: int | None = None
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one page's start to the next one's."""
+        return self.layout.page_bytes(self.page_size) if self.page_bytes is None else self.page_bytes
 
 
 def bf16_layout(layout: KVLayout) -> KVLayout:

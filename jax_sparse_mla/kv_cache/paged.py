@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.argument_checks import FLOAT32, UINT8, ArgumentChecks
-from jax_sparse_mla.kv_cache.layout import KVLayout
+from jax_sparse_mla.kv_cache.layout import KVLayout, Pages
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
 
 
@@ -64,6 +64,11 @@ class PagedKV(LayerPool):
     def first_page(self) -> int:
         """The page of `data` at which the view's layer begins."""
         return self.first_of(self.num_pages)
+
+    @property
+    def in_buffer(self) -> Pages:
+        """Where the layer's pages lie in `data`."""
+        return Pages(self.layout, self.page_size, self.first_page, self.num_pages)
 
     @property
     def pages(self) -> jax.Array:

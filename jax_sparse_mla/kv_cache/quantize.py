@@ -29,18 +29,18 @@ _E4M3_BIAS = 7
 # value rounds to 256 units of 2^120, which reads back as infinity; 240 is the next smaller e4m3 number.
 MAX_QUANTISED = 240 * 2.0**120
 
-_EXPONENT_BIAS = 127
-_MANTISSA_BITS = 23
-_MANTISSA_MASK = 0x007FFFFF
-_MAGNITUDE_MASK = 0x7FFFFFFF
-_IMPLICIT_ONE = 0x00800000
+EXPONENT_BIAS = 127
+MANTISSA_BITS = 23
+MANTISSA_MASK = 0x007FFFFF
+MAGNITUDE_MASK = 0x7FFFFFFF
+MIN_NORMAL = 0x00800000  # the bit of a mantissa that is not stored, too
 _MANTISSA_OF_1_75 = 0x00600000
-_F32_INF = 0x7F800000
+F32_INF = 0x7F800000
 _F32_NAN = 0x7FC00000
 F32_ONE = 0x3F800000
 F32_448 = 0x43E00000
 _BF16_INF = 0x7F80
-_UE8M0_NAN = 255
+UE8M0_NAN = 255
 
 
 def float32_bits(x: jax.Array) -> jax.Array:
@@ -64,7 +64,7 @@ def bfloat16_bits(bits: jax.Array) -> jax.Array:
     # To add before the shift would wrap for negative NaNs, so the low half is compared instead.
     low = bits & 0xFFFF
     round_up = (low > 0x8000) | ((low == 0x8000) & ((high & 1) == 1))
-    is_nan = (bits & _MAGNITUDE_MASK) > _F32_INF
+    is_nan = (bits & MAGNITUDE_MASK) > F32_INF
     return jnp.where(is_nan, high | 0x40, high + round_up.astype(jnp.int32))
 
 
@@ -79,9 +79,9 @@ def divide(numerator: jax.Array, divisor: jax.Array | int) -> jax.Array:
     side gives NaN.
     """
     divisor = jnp.asarray(divisor, jnp.int32)
-    above, below = ((x & _MANTISSA_MASK) | _IMPLICIT_ONE for x in (numerator, divisor))
+    above, below = ((x & MANTISSA_MASK) | MIN_NORMAL for x in (numerator, divisor))
     smaller = (above < below).astype(jnp.int32)
-    exponent = (numerator >> _MANTISSA_BITS) - (divisor >> _MANTISSA_BITS) + _EXPONENT_BIAS - smaller
+    exponent = (numerator >> MANTISSA_BITS) - (divisor >> MANTISSA_BITS) + EXPONENT_BIAS - smaller
     # Both mantissas have 24 bits, and the quotient of `above * 2^smaller` lies in [1, 2). Long division finds 24 bits
     # after the first, 8 at a time because uint32 holds no more. The last one rounds: no quotient of two float32 numbers
     # is halfway between two others.
@@ -90,15 +90,15 @@ def divide(numerator: jax.Array, divisor: jax.Array | int) -> jax.Array:
     for _ in range(3):
         digits = (remainder << 8) // below
         quotient, remainder = (quotient << 8) + digits, (remainder << 8) - digits * below
-    bits = ((exponent - 1) << _MANTISSA_BITS) + ((quotient + 1) >> 1).astype(jnp.int32)
-    bits = jnp.where((bits >= _IMPLICIT_ONE) & (numerator >= _IMPLICIT_ONE), bits, 0)
-    bits = jnp.where(exponent > 254, _F32_INF, bits)
-    return jnp.where((numerator >= _F32_INF) | (divisor >= _F32_INF), _F32_NAN, bits)
+    bits = ((exponent - 1) << MANTISSA_BITS) + ((quotient + 1) >> 1).astype(jnp.int32)
+    bits = jnp.where((bits >= MIN_NORMAL) & (numerator >= MIN_NORMAL), bits, 0)
+    bits = jnp.where(exponent > 254, F32_INF, bits)
+    return jnp.where((numerator >= F32_INF) | (divisor >= F32_INF), _F32_NAN, bits)
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
     """float32 `2^exponent` for int32 exponents in [-126, 127], exact."""
-    return bits_to_float32((exponent + _EXPONENT_BIAS) << _MANTISSA_BITS)
+    return bits_to_float32((exponent + EXPONENT_BIAS) << MANTISSA_BITS)
 
 
 def scale_exponent(amax_bits: jax.Array, min_exponent: int) -> jax.Array:
@@ -108,8 +108,8 @@ def scale_exponent(amax_bits: jax.Array, min_exponent: int) -> jax.Array:
     The floor is at least -126, so that zeros and subnormal numbers need no care. Infinity gives 120, as the largest
     finite numbers do.
     """
-    exponent = _shifted(amax_bits, _MANTISSA_BITS) - _EXPONENT_BIAS
-    above = (amax_bits & _MANTISSA_MASK) > _MANTISSA_OF_1_75
+    exponent = _shifted(amax_bits, MANTISSA_BITS) - EXPONENT_BIAS
+    above = (amax_bits & MANTISSA_MASK) > _MANTISSA_OF_1_75
     return jnp.maximum(exponent - 8 + above.astype(jnp.int32), min_exponent)
 
 
@@ -151,7 +151,7 @@ def quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.jit, static_argnames="group")
 def _quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
     values, exponents = quantize_groups(x.astype(jnp.float32), group, KVLayout.V4_FP8.min_scale_exponent)
-    return values, (exponents + _EXPONENT_BIAS).astype(jnp.uint8)
+    return values, (exponents + EXPONENT_BIAS).astype(jnp.uint8)
 
 
 def quantize_e2m1(x: jax.Array, group: int = KVLayout.V41_FP4.group) -> tuple[jax.Array, jax.Array]:
@@ -223,7 +223,7 @@ def encode_rows(layout: KVLayout, kv: jax.Array, tensor_scale: jax.Array | None 
 def _by_ue8m0(x: jax.Array, group: int, least: int) -> tuple[jax.Array, jax.Array]:
     """`(codes, scales)` of float32 `[..., d]`, uint8 as a row holds them; `least` is `KVLayout.least_exponent`'s."""
     values, exponents = quantize_groups(x, group, least)
-    return _to_bytes(values), (exponents + _EXPONENT_BIAS).astype(jnp.uint8)
+    return _to_bytes(values), (exponents + EXPONENT_BIAS).astype(jnp.uint8)
 
 
 def _by_float32(x: jax.Array, group: int, least: int | None) -> tuple[jax.Array, jax.Array]:
@@ -236,7 +236,7 @@ def _by_float32(x: jax.Array, group: int, least: int | None) -> tuple[jax.Array,
     # SGLang's has no floor: the scale of an all-zero group is 0, and 0 · (1 / 0) a NaN, which we do not make.
     inverse = bits_to_float32(jnp.where(scales == 0, 0, divide(F32_ONE, scales)))[..., None]
     # A CPU takes subnormal numbers for zeros, a GPU does not: the bytes must not depend on it.
-    normal = (float32_bits(grouped) & _MAGNITUDE_MASK) >= _IMPLICIT_ONE
+    normal = (float32_bits(grouped) & MAGNITUDE_MASK) >= MIN_NORMAL
     values = jnp.where(normal, grouped * inverse, jnp.copysign(0.0, grouped))
     return _to_bytes(_to_e4m3(values).reshape(x.shape)), _to_bytes(bits_to_float32(scales))
 
@@ -247,10 +247,10 @@ def _by_e4m3(x: jax.Array, group: int, least: int) -> tuple[jax.Array, jax.Array
     A group with a NaN has a NaN for its scale and codes of 0: e2m1 has none.
     """
     grouped, amax_bits = _groups(x, group)
-    amax = bits_to_float32(jnp.minimum(amax_bits, _F32_INF))
+    amax = bits_to_float32(jnp.minimum(amax_bits, F32_INF))
     # By multiplication: the quotient's e4m3 number for every bfloat16 amax, which tests go through.
     scales = jnp.clip(amax * np.float32(1 / E2M1_MAX), 2.0**least, E4M3_MAX).astype(jnp.float8_e4m3fn)
-    is_nan, scales = amax_bits > _F32_INF, _to_bytes(scales)
+    is_nan, scales = amax_bits > F32_INF, _to_bytes(scales)
     # For bfloat16 x the products are exact and a quotient never rounds to a midpoint, so this is the quotient's code.
     codes = jnp.where(is_nan[..., None], 0, e2m1_codes(grouped, _scales_of_bytes(scales)[..., None]))
     return pack_e2m1(codes.reshape(x.shape)), jnp.where(is_nan, jnp.uint8(_E4M3_NAN), scales)
@@ -273,14 +273,14 @@ def pack_e2m1(codes: jax.Array) -> jax.Array:
 
 def _scales_of_bytes(scales: jax.Array) -> jax.Array:
     """The float32 numbers of positive e4m3 bytes. On bits: a GPU's compiler drops a cast to e4m3 and back again."""
-    normal = (scales.astype(jnp.int32) + ((_EXPONENT_BIAS - _E4M3_BIAS) << 3)) << (_MANTISSA_BITS - 3)
+    normal = (scales.astype(jnp.int32) + ((EXPONENT_BIAS - _E4M3_BIAS) << 3)) << (MANTISSA_BITS - 3)
     return jnp.where(scales < 8, scales.astype(jnp.float32) * 2.0**-9, bits_to_float32(normal))
 
 
 def _by_tensor_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
     """The bytes of `e4m3(x / scale)`, clipped to ±448; scale is a positive normal number."""
     bits = float32_bits(x)
-    quotient = divide(bits & _MAGNITUDE_MASK, float32_bits(scale)) | (bits & ~_MAGNITUDE_MASK)
+    quotient = divide(bits & MAGNITUDE_MASK, float32_bits(scale)) | (bits & ~MAGNITUDE_MASK)
     return _to_bytes(_to_e4m3(bits_to_float32(quotient)))
 
 
@@ -333,17 +333,17 @@ def _times_e4m3(values: jax.Array, scales: jax.Array) -> jax.Array:
     return float32_bits(values * _e4m3_values(scales)[..., None])
 
 
-_READERS = {
-    "ue8m0": lambda values, scales: times_ue8m0(values, scales[..., None]),
-    "float32": _times_float32,
-    "e4m3": _times_e4m3,
-}
+def _times_ue8m0(values: jax.Array, scales: jax.Array) -> jax.Array:
+    return times_ue8m0(values, scales[..., None])
+
+
+_READERS = {"ue8m0": _times_ue8m0, "float32": _times_float32, "e4m3": _times_e4m3}
 
 
 def _groups(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
     """`[..., groups, group]`, and the bits (int32) of each group's largest magnitude; a NaN is the largest."""
     grouped = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
-    return grouped, jnp.max(float32_bits(grouped) & _MAGNITUDE_MASK, axis=-1)
+    return grouped, jnp.max(float32_bits(grouped) & MAGNITUDE_MASK, axis=-1)
 
 
 def _to_e4m3(x: jax.Array) -> jax.Array:
@@ -356,7 +356,7 @@ def _finite_bfloat16_bits(x: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32)
     bits = float32_bits(x)
     rounded = bfloat16_bits(bits)
-    became_inf = ((rounded & 0x7FFF) == _BF16_INF) & ((bits & _MAGNITUDE_MASK) < _F32_INF)
+    became_inf = ((rounded & 0x7FFF) == _BF16_INF) & ((bits & MAGNITUDE_MASK) < F32_INF)
     return rounded - became_inf.astype(jnp.int32)  # one below infinity is the largest finite number
 
 
@@ -369,16 +369,16 @@ def times_ue8m0(values: jax.Array, scales: jax.Array) -> jax.Array:
     Values are float32 numbers that float8_e4m3fn holds: they have 4 significant bits and are not subnormal.
     """
     bits, scales = float32_bits(values), scales.astype(jnp.int32)
-    magnitude, sign = bits & _MAGNITUDE_MASK, bits & ~_MAGNITUDE_MASK
-    shift = scales - _EXPONENT_BIAS
-    exponent = (magnitude >> _MANTISSA_BITS) + shift
-    normal = magnitude + (shift << _MANTISSA_BITS)
+    magnitude, sign = bits & MAGNITUDE_MASK, bits & ~MAGNITUDE_MASK
+    shift = scales - EXPONENT_BIAS
+    exponent = (magnitude >> MANTISSA_BITS) + shift
+    normal = magnitude + (shift << MANTISSA_BITS)
     # At most 10 places (2^-9 * 2^-127): the 4 significant bits stay above the last place.
-    subnormal = ((magnitude & _MANTISSA_MASK) | _IMPLICIT_ONE) >> jnp.clip(1 - exponent, 0, 31)
+    subnormal = ((magnitude & MANTISSA_MASK) | MIN_NORMAL) >> jnp.clip(1 - exponent, 0, 31)
     product = jnp.where(exponent > 0, normal, subnormal)
-    product = jnp.where(exponent > 254, _F32_INF, product)
+    product = jnp.where(exponent > 254, F32_INF, product)
     product = jnp.where(magnitude == 0, 0, product)
-    product = jnp.where((magnitude > _F32_INF) | (scales == _UE8M0_NAN), _F32_NAN, product)
+    product = jnp.where((magnitude > F32_INF) | (scales == UE8M0_NAN), _F32_NAN, product)
     return sign | product
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jax_sparse_mla.kv_cache.windows import (
 )
 from jax_sparse_mla.launch.dispatch import dispatch
 from jax_sparse_mla.launch.transforms import shared
-from jax_sparse_mla.launch.triton_call import launching
+from jax_sparse_mla.launch.triton_call import executor
 
 
 def write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
@@ -86,10 +87,10 @@ def _write_kv(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
         return write_rows_reference(cache, slots, kv).data
 
     pages = _pages_cut(cache)
-    shares = sharding.PartitionRule((_of_cache(cache, pages), P(), P()), pages, across=write_own_pages)
+    rule = sharding.PartitionRule((_of_cache(cache, pages), P(), P()), pages, across=write_own_pages)
     if cache.layout.least_exponent is None:  # a rule that the kernel has not
-        return dataclasses.replace(cache, data=shared(plain, shares)(cache, slots, kv))
-    return dataclasses.replace(cache, data=_dispatch("write_kv", plain, cache, slots, kv, shares=shares))
+        return dataclasses.replace(cache, data=shared(plain, rule)(cache, slots, kv))
+    return dataclasses.replace(cache, data=_dispatch("write_kv", plain, cache, slots, kv, rule=rule))
 
 
 def write_rows_reference(cache: PagedKV, slots: jax.Array, kv: jax.Array) -> PagedKV:
@@ -124,7 +125,7 @@ def gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
     slots = check("slots", slots, ("n",), INT32)
     sharding.refuse_sharded(check, "cache", cache)
     if sharding.is_sharded(slots):
-        return sharding.on_own_shares(_gather_kv, _gather_shares(cache), (cache, slots))
+        return sharding.by_rule(_gather_kv, _gather_rule(cache), (cache, slots))
     return _gather_kv(cache, slots)
 
 
@@ -132,10 +133,10 @@ def gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
 def _gather_kv(cache: PagedKV, slots: jax.Array) -> jax.Array:
     if cache.data.size == 0 or slots.size == 0:
         return gather_rows_reference(cache, slots)
-    return _dispatch("gather_kv", gather_rows_reference, cache, slots, shares=_gather_shares(cache))
+    return _dispatch("gather_kv", gather_rows_reference, cache, slots, rule=_gather_rule(cache))
 
 
-def _gather_shares(cache: PagedKV) -> sharding.PartitionRule:
+def _gather_rule(cache: PagedKV) -> sharding.PartitionRule:
     num_slots = cache.num_slots
 
     def across(gather, axes, cache, slots):
@@ -154,12 +155,12 @@ def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.
     It is written in place where XLA may; its other rows are unchanged.
     """
 
-    def plain(workspace, cache, slots):
+    def plain(cache, slots, workspace):
         return lax.dynamic_update_slice(workspace, gather_rows_reference(cache, slots), (start, 0))
 
     if cache.data.size == 0 or slots.size == 0:
-        return plain(workspace, cache, slots)
-    return _dispatch("gather_kv_into", plain, workspace, cache, slots, start=start)
+        return plain(cache, slots, workspace)
+    return _dispatch("gather_kv", plain, cache, slots, workspace, start=start)
 
 
 def gather_kv_as_workspace(cache: PagedKV, slots: jax.Array, rows: int) -> jax.Array:
@@ -216,27 +217,25 @@ def _dequantize_kv(cache: PagedKV) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
-def _dispatch(name: str, plain, *args: Any, shares: sharding.PartitionRule | None = None, **static: Any) -> jax.Array:
-    """The kernel of this name, but XLA for a layout that it was not written for; one of args is the cache."""
+def _dispatch(
+    name: str,
+    plain: Callable[..., jax.Array],
+    cache: PagedKV,
+    *arrays: jax.Array,
+    rule: sharding.PartitionRule | None = None,
+    **static: Any,
+) -> jax.Array:
+    """The kernel of this name, but XLA for a layout that it was not written for."""
 
-    def cache_of(args: tuple) -> PagedKV:
-        return next(x for x in args if isinstance(x, PagedKV))
+    def kernel(cache, *arrays):  # maybe a device's share, with fewer pages
+        from jax_sparse_mla.kv_cache import triton as kernels
 
-    def kernel(*args):
-        cache = cache_of(args)  # maybe a device's share, with fewer pages
-        arrays = [x.data if isinstance(x, PagedKV) else x for x in args]
-        scale = [] if cache.scale is None else [cache.tensor_scale]
-        launch = launching(
-            f"kv_cache.triton.{name}",
-            layout=cache.layout,
-            page_size=cache.page_size,
-            pages=(cache.first_page, cache.num_pages),
-            **static,
-        )
-        return launch(*arrays, *scale)
+        pages = cache.in_buffer
+        return getattr(kernels, name)(executor(), cache.data, cache.tensor_scale, *arrays, pages=pages, **static)
 
-    known = cache_of(args).layout.read_as in KERNEL_LAYOUTS
-    return dispatch(kernel, plain, *args, shares=shares) if known else plain(*args)
+    if cache.layout.read_as not in KERNEL_LAYOUTS:
+        return plain(cache, *arrays)
+    return dispatch(kernel, plain, cache, *arrays, rule=rule)
 
 
 def _of_cache(cache: PagedKV, pages: P) -> Any:

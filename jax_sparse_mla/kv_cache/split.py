@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_sparse_mla.argument_checks import INT32, ArgumentChecks
-from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS, KVLayout
+from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS, KVLayout, Pages
 from jax_sparse_mla.kv_cache.paged import PagedKV, check_cache, paged
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows
 from jax_sparse_mla.launch.dispatch import dispatch
@@ -72,11 +72,8 @@ def _split_pages(cache: PagedKV, page_size: int, slots: jax.Array | None, out: P
     elif cache.num_pages and slots.size:
         launch = launching(
             "kv_cache.triton.split_pages",
-            out_page_size=page_size,
-            out_first_page=first_page,
-            layout=cache.layout,
-            page_size=cache.page_size,
-            pages=(cache.first_page, cache.num_pages),
+            pages=cache.in_buffer,
+            out_pages=Pages(cache.layout, page_size, first_page, num_pages),
         )
 
         def kernel(data, cache, slots):

@@ -18,7 +18,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jax_sparse_mla.kv_cache.layout import KVLayout
+from jax_sparse_mla.kv_cache.layout import KVLayout, Pages
 from jax_sparse_mla.kv_cache.number_formats import (
     E4M3_SCALES,
     F32_INF,
@@ -43,10 +43,7 @@ _CHUNK = tl.constexpr(64)
 
 @functools.cache
 def layout_constants(layout: KVLayout, page_size: int, page_bytes: int | None = None) -> dict[str, int]:
-    """The constexpr arguments of a kernel that describe a layout at a page size.
-
-    `page_bytes` are the bytes from one page's start to the next one's; None stands for the layout's own.
-    """
+    """The constexpr arguments of a kernel that describe a layout at a page size; `page_bytes` as in `Pages`."""
     chunks = (layout.qk_dim - layout.quantised_dim) // _CHUNK.value
     groups_pow2, chunks_pow2 = (triton.next_power_of_2(n) if n else 0 for n in (layout.num_groups, chunks))
     scale_start, scale_stride = layout.scale_place(page_size)
@@ -58,19 +55,12 @@ def layout_constants(layout: KVLayout, page_size: int, page_bytes: int | None = 
     return constants | {"BF16_START": layout.quantised_bytes + layout.inline_scale_bytes}
 
 
-def split_constants(
-    layout: KVLayout,
-    page_size: int,
-    out_page_size: int,
-    page_bytes: int | None = None,
-    out_page_bytes: int | None = None,
-) -> dict[str, int]:
-    """The constexpr arguments of `split_pages_kernel`; bytes of pages as in `layout_constants`."""
-    page_bytes = layout.page_bytes(page_size) if page_bytes is None else page_bytes
-    out_page_bytes = layout.page_bytes(out_page_size) if out_page_bytes is None else out_page_bytes
-    constants = {"PAGE_SIZE": page_size, "PAGE_BYTES": page_bytes, "OUT_PAGE_BYTES": out_page_bytes}
+def split_constants(pages: Pages, out_pages: Pages) -> dict[str, int]:
+    """The constexpr arguments of `split_pages_kernel`."""
+    layout, page_size = pages.layout, pages.page_size
+    constants = {"PAGE_SIZE": page_size, "PAGE_BYTES": pages.stride, "OUT_PAGE_BYTES": out_pages.stride}
     constants |= {"DATA_BYTES": layout.data_bytes, "FOOTER_BYTES": layout.footer_scale_bytes}
-    return constants | {"RATIO": page_size // out_page_size}
+    return constants | {"RATIO": page_size // out_pages.page_size}
 
 
 # Tokens per program and warps: four 16-byte loads in flight per thread. On an H200 no other size, cache modifier or
@@ -364,77 +354,49 @@ def split_pages_kernel(
 
 
 # --- launches: sizes are not zero -----------------------------------------------------------------
-# `scale`: float32 [1], of a layout that has one for all values.
-# `pages` are the first page and the number of pages of the cache in its buffer; None: the buffer is the cache.
-# `page_bytes`: from one page's start to the next one's; None: the layout's own.
+# `data` is the buffer in which a cache's `pages` lie; `scale`: float32 [1], of a layout that has one for all values.
 
 
-def write_kv(execute: Executor, data, slots, kv, scale=None, *, layout, page_size, page_bytes=None, pages=None) -> Any:
+def write_kv(execute: Executor, data, scale, slots, kv, *, pages: Pages) -> Any:
     """`data`, uint8 `[pages, page_bytes]`, with the rows written, by a rule whose scales are powers of two."""
-    n, (first_page, num_pages) = slots.shape[0], pages or (0, data.shape[0])
-    constants = layout_constants(layout, page_size, page_bytes) | WRITE_OPTIONS
+    n, layout = slots.shape[0], pages.layout
+    constants = layout_constants(layout, pages.page_size, pages.page_bytes) | WRITE_OPTIONS
     constants |= {"MIN_SCALE_EXPONENT": layout.least_exponent, "HARDWARE_CASTS": execute.device.hardware_fp8}
-    grid = (triton.cdiv(n, WRITE_OPTIONS["TOKENS"]),)
+    grid, scalars = (triton.cdiv(n, WRITE_OPTIONS["TOKENS"]),), (n, pages.count, pages.first)
     outputs = (Output(data.shape, "uint8", alias=3),)
-    launch = Launch(write_kv_kernel, "write_kv", grid, (n, num_pages, first_page), outputs, constants)
+    launch = Launch(write_kv_kernel, "write_kv", grid, scalars, outputs, constants)
     return execute(launch, (slots, kv, scale, data))[0]
 
 
-def gather_kv(
-    execute, data, slots, scale=None, *, layout, page_size, page_bytes=None, pages=None, rows=None, start=0, out=None
-) -> Any:
-    """bfloat16 `[rows, qk_dim]`, new or `out`, with the slots' rows from `start` on; other rows are left undefined.
-
-    By default there are as many rows as slots.
+def gather_kv(execute: Executor, data, scale, slots, workspace=None, *, pages: Pages, rows=None, start=0, out=None):
+    """bfloat16 `[rows, qk_dim]` with the slots' rows from `start` on: the workspace, or new or `out`, with its other
+    rows undefined. By default there are as many rows as slots.
     """
-    constants = layout_constants(layout, page_size, page_bytes)
-    output = Output((slots.shape[0] if rows is None else rows, layout.qk_dim), "bfloat16")
-    return _gather(execute, (slots, data, scale, None), pages, start, output, constants, out)
-
-
-def gather_kv_into(
-    execute: Executor, workspace, data, slots, scale=None, *, layout, page_size, start, pages=None
-) -> Any:
-    """The workspace, bfloat16 `[rows, qk_dim]`, with rows `start ... start + n - 1` gathered into it."""
-    output = Output(workspace.shape, "bfloat16", alias=3)
-    constants = layout_constants(layout, page_size)
-    return _gather(execute, (slots, data, scale, workspace), pages, start, output, constants)
-
-
-def _gather(execute: Executor, inputs, pages, start: int, output: Output, constants, out=None) -> Any:
-    n, (first_page, num_pages) = inputs[0].shape[0], pages or (0, inputs[1].shape[0])
+    n = slots.shape[0]
+    shape, alias = (n if rows is None else rows, pages.layout.qk_dim), None
+    if workspace is not None:
+        shape, alias = workspace.shape, 3
+    constants = layout_constants(pages.layout, pages.page_size, pages.page_bytes)
     constants = {**constants, "HARDWARE_CASTS": execute.device.hardware_fp8, **GATHER_OPTIONS}
-    grid = (triton.cdiv(n, GATHER_OPTIONS["TOKENS"]),)
-    scalars = n, num_pages, first_page, start
-    return execute(Launch(gather_kv_kernel, "gather_kv", grid, scalars, (output,), constants), inputs, (out,))[0]
+    grid, scalars = (triton.cdiv(n, GATHER_OPTIONS["TOKENS"]),), (n, pages.count, pages.first, start)
+    outputs = (Output(shape, "bfloat16", alias=alias),)
+    launch = Launch(gather_kv_kernel, "gather_kv", grid, scalars, outputs, constants)
+    return execute(launch, (slots, data, scale, workspace), (out,))[0]
 
 
 def split_pages(
-    execute: Executor,
-    out,
-    data,
-    slots,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    out_page_size: int,
-    page_bytes: int | None = None,
-    out_page_bytes: int | None = None,
-    pages: tuple[int, int] | None = None,
-    out_first_page: int = 0,
-    scratch: Sequence[Any] | None = None,
+    execute: Executor, out, data, slots, *, pages: Pages, out_pages: Pages, scratch: Sequence[Any] | None = None
 ) -> Any:
     """`out`, uint8 `[pages, its page_bytes]`, with the pages that `slots` touch copied into it."""
-    slots, (first_page, num_pages) = slots.reshape(-1), pages or (0, data.shape[0])
-    n = slots.shape[0]
+    slots = slots.reshape(-1)
+    n, num_pages = slots.shape[0], pages.count
     grid = (triton.cdiv(n, TOUCHED_OPTIONS["BLOCK"]),)
-    constants = {"PAGE_SIZE": page_size, **TOUCHED_OPTIONS}
+    constants = {"PAGE_SIZE": pages.page_size, **TOUCHED_OPTIONS}
     outputs = Output((num_pages + 1,), "int32", zeroed=True), Output((min(n, num_pages),), "int32")
     touched = Launch(touched_pages_kernel, "touched_pages", grid, (n, num_pages), outputs, constants)
     seen, touched_pages = execute(touched, (slots,), scratch)
     grid = (_SPLIT_PROGRAMS_PER_SM * execute.device.sm_count,)
-    constants = split_constants(layout, page_size, out_page_size, page_bytes, out_page_bytes) | SPLIT_OPTIONS
-    outputs = (Output(out.shape, "uint8", alias=3),)
-    scalars = num_pages, first_page, out_first_page
+    constants, outputs = split_constants(pages, out_pages) | SPLIT_OPTIONS, (Output(out.shape, "uint8", alias=3),)
+    scalars = num_pages, pages.first, out_pages.first
     split = Launch(split_pages_kernel, "split_pages", grid, scalars, outputs, constants)
     return execute(split, (data, touched_pages, seen, out))[0]

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from jax_sparse_mla.launch import compile_cache
 from jax_sparse_mla.packages import why_not
 
-__all__ = ["KERNELS", "Binary", "arch_of", "binder", "folder", "library", "module", "source"]
-
 _PACKAGE = Path(__file__).parents[1]
 
 # By kernel, the architectures for which a wheel carries binaries. Others are compiled where they are used.
@@ -48,11 +46,6 @@ class Binary(NamedTuple):
 
     def __call__(self) -> Any:
         return module(*self)
-
-
-def arch_of(capability: tuple[int, int]) -> str:
-    """The architecture of kernels that use no feature of one architecture alone."""
-    return "{}{}".format(*capability)
 
 
 @functools.cache

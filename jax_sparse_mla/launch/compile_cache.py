@@ -37,8 +37,6 @@ from typing import TypeVar
 
 from jax_sparse_mla.packages import version, warn_once
 
-__all__ = ["Library", "available", "carried_path", "compile_to", "load", "python_extension"]
-
 T = TypeVar("T")
 
 # By kind: the variable that names the compiler, and what is looked for on the PATH without it.
@@ -46,7 +44,7 @@ _COMPILERS = {"nvcc": (None, ("nvcc",)), "c": ("CC", ("cc", "gcc", "clang")), "c
 _SHARED = {"nvcc": ("-shared", "-Xcompiler", "-fPIC"), "c": ("-shared", "-fPIC"), "c++": ("-shared", "-fPIC")}
 _FLAG_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # nvcc reads them by itself
 
-# What opening a library raises that is cut short, of another machine, or linked against what is not there.
+# Errors of opening a library that is cut short, of another machine, or linked against what is not there.
 _NOT_LOADED = (OSError, ImportError, RuntimeError)
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels: one source each, launched inside XLA programs, and by torch on its own stream.
+"""Triton kernels inside XLA programs, and the plain JAX code that stands in for them.
 
 Nothing here imports triton until a kernel is wanted, so the package imports without it. `dispatch` is how a JAX
 function takes a kernel: where the program is lowered for CUDA the kernel runs, everywhere else, and under `vmap`,
@@ -17,8 +17,6 @@ import jax
 from jax_sparse_mla import sharding
 from jax_sparse_mla.launch.transforms import KernelCall, shared
 from jax_sparse_mla.packages import why_not
-
-__all__ = ["available", "dispatch", "unready", "use_triton"]
 
 
 def use_triton() -> bool:
@@ -51,7 +49,7 @@ def unready(phase: str = "", framework: str = "jax") -> str | None:
 
 
 def dispatch(
-    kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any, shares: sharding.PartitionRule | None = None
+    kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any, rule: sharding.PartitionRule | None = None
 ) -> Any:
     """`kernel(*args)` where the program is lowered for CUDA; `plain(*args)` elsewhere and under `vmap`.
 
@@ -60,10 +58,10 @@ def dispatch(
       plain: the same function in plain JAX.
       args: arrays, or pytrees of them; what else the two need, they close over. Nothing is differentiated through
         either: the results are bytes, indices, or rows of bytes.
-      shares: which dimensions may be cut where several devices share the arrays; None leaves it to the partitioner,
+      rule: which dimensions may be cut where several devices share the arrays; None leaves it to the partitioner,
         to which a kernel is opaque: each device gets all of its arguments.
     """
-    plain = plain if shares is None else shared(plain, shares)
+    plain = plain if rule is None else shared(plain, rule)
     if not use_triton():
         return plain(*args)
-    return KernelCall(kernel, plain, rule=shares)(*jax.lax.stop_gradient(args))
+    return KernelCall(kernel, plain, rule=rule)(*jax.lax.stop_gradient(args))

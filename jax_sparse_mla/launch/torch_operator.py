@@ -20,8 +20,6 @@ import numpy as np
 
 from jax_sparse_mla.launch import compile_cache
 
-__all__ = ["Strided", "available", "torch_call"]
-
 _TARGET = "jax_sparse_mla_torch_call"
 _HOST_CODE = compile_cache.Library(
     name="torch_call",

@@ -17,8 +17,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_sparse_mla import sharding
 
-__all__ = ["KernelCall", "differentiated_as", "shared", "varying_alike", "varying_like"]
-
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
@@ -78,8 +76,8 @@ class KernelCall:
         raise NotImplementedError(f'{name}: its kernels have no gradient; differentiate with backend="reference"')
 
 
-def shared(function: Callable[..., Any], shares: sharding.PartitionRule) -> Callable[..., Any]:
-    """The function, which the partitioner cuts as `shares` allows.
+def shared(function: Callable[..., Any], rule: sharding.PartitionRule) -> Callable[..., Any]:
+    """The function, which the partitioner cuts as `rule` allows.
 
     Under `vmap`, and where it is differentiated, it is the function alone: the partitioner sees what that is made of.
     """
@@ -88,7 +86,7 @@ def shared(function: Callable[..., Any], shares: sharding.PartitionRule) -> Call
     def either(*args):
         if not sharding.may_be_partitioned(args):
             return function(*args)
-        cut = functools.partial(sharding.partitioned, function, shares)
+        cut = functools.partial(sharding.partitioned, function, rule)
         return differentiated_as(_batched_as(cut, function), function)(*args)
 
     return either

@@ -23,8 +23,6 @@ import numpy as np
 
 from jax_sparse_mla.launch import build, compile_cache
 
-__all__ = ["Buffer", "Target", "binder", "call", "pages_of", "target"]
-
 _lock = threading.Lock()
 _targets: dict[str, tuple] = {}  # by name: what is bound
 _registered: set[str] = set()

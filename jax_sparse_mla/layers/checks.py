@@ -53,19 +53,18 @@ def check_v4_layer(
     spec: ModelSpec,
     kind: LayerKind,
     source: Any = None,
-    name: str | None = None,
+    layer: V41Layer | None = None,
 ) -> None:
     """Refuses what a layer with a window cannot serve; the arguments of `v4_layer` and `v41_layer` under their names.
 
-    `check` is of the public function. `name` is what messages call a layer of V4.1, in which a part that it does not
-    have must be None.
+    `check` is of the public function. `layer` is one of V4.1, in which a part that it does not have must be None.
 
     Raises:
       TypeError: a cache, parameters or rows that this kind needs are missing.
       ValueError: a ratio that the step has no metadata of, a plan of another ratio, or shapes that cannot be right.
     """
     ratio, metadata = kind.ratio, step.metadata
-    if name is None and kind.index_keys == "entries":
+    if layer is None and kind.index_keys == "entries":
         raise check.fail(f"ratio must be V4's, got {ratio}: V4.1's layers are v41_layer's")
     if ratio != 0 and ratio not in metadata.compressed:
         ratios = ", ".join(map(str, sorted({0, *metadata.compressed})))
@@ -73,7 +72,8 @@ def check_v4_layer(
     if step.plan is not None and (of := step.plan.compress_ratio) != ratio:
         raise check.fail(f"plan must be of the layer's ratio {ratio}, got one of ratio {of}: V4Step.plans[{ratio}]")
     own_keys, compresses_keys = kind.selected and kind.owns_kv, kind.owns_kv and kind.index_keys == "compressor"
-    where, made_ratio = f"{name or 'a layer'} of compress ratio {ratio}", ratio if kind.owns_kv else 0
+    name = "a layer" if layer is None else "a KV source" if kind.owns_kv else "a layer that is no KV source"
+    where, made_ratio = f"{name} of compress ratio {ratio}", ratio if kind.owns_kv else 0
     for part, value, needed, expected in (
         ("cache.swa", cache.swa, True, PagedKV),
         ("cache.compressed", cache.compressed, kind.owns_kv, PagedKV),
@@ -90,7 +90,7 @@ def check_v4_layer(
     ):
         if needed:
             _need(check, part, value, expected, f" in {where}", f"V4LayerCache.zeros(spec, {made_ratio}, ...)")
-        elif name is not None and value is not None:
+        elif layer is not None and value is not None:
             without = " without an indexer" * (part == "rows.index")
             raise check.fail(f"{part} must be None in {where}{without}, got {type(value).__name__}")
     _check_one_layer(check, "cache", cache)
@@ -99,7 +99,8 @@ def check_v4_layer(
         return
     holder, read = ("cache", cache) if kind.owns_kv else ("source", source)
     for part in ("compressed", "index_k") if kind.selected else ():
-        _need(check, f"{holder}.{part}", getattr(read, part), "given: the caches of the layer's KV source")
+        expected = f"given: the caches of KV source {layer and layer.kv_source}"
+        _need(check, f"{holder}.{part}", getattr(read, part), expected)
     _check_one_layer(check, holder, read)
     if kind.selected:
         _check_index_k(check, holder, read.index_k, "compressed", read.compressed, spec=spec, tokens=ratio)
@@ -132,8 +133,7 @@ def check_v41_layer(
             f"spec must have candidate blocks for layer {layer.index}, which publishes them, got candidate_blocks "
             f"{spec.candidate_blocks} and candidate_block_size {spec.candidate_block_size}"
         )
-    name = "a KV source" if kind.owns_kv else "a layer that is no KV source"
-    check_v4_layer(check, cache, rows, params, step, spec=spec, kind=kind, source=source, name=name)
+    check_v4_layer(check, cache, rows, params, step, spec=spec, kind=kind, source=source, layer=layer)
     among, follows = kind.candidates == "among", kind.selects == "shared"
     if (follows or among) and selected is None:
         raise TypeError("v41_layer: selected must be given: what the layer before returned, got None")

@@ -60,7 +60,7 @@ def windowed_layer(
       out `[T, heads, 512]`, the updated cache, and the selection: the layer's own, or the one passed in.
     """
     metadata = step.metadata
-    cache, attn_sink, index_q, index_weights = write_layer(cache, rows, params, step, kind=kind, fp4_rows=spec.fp4_rows)
+    cache, attn_sink, index_q, index_weights = write_layer(cache, rows, params, step, spec=spec, kind=kind)
     compressed_source, slots = cache if kind.owns_kv else source, None
     if kind.selects == "own":
         entries = IndexedEntries(

@@ -239,7 +239,7 @@ class V4LayerCache(_LayerCache):
         kind = spec.kind(ratio)
         layout = bf16_layout(spec.kv_layout) if bf16 else spec.kv_layout
         swa = PagedKV.zeros(layout, num_swa_pages, spec.page_size, num_layers=num_layers)
-        if not kind.owns_kv:
+        if ratio == 0 or not kind.owns_kv:
             return cls(swa=swa)
 
         def state(head_dim):

@@ -102,6 +102,9 @@ def gathers(spec: ModelSpec, rows: int) -> bool:
     Other modes attend to the paged caches: their rows have no context in common.
     """
     columns = (spec.window or 0) + spec.index_width
-    call = Call("decode", spec.kv_layout, rows, spec.num_heads, DeviceInfo.current(), columns)
-    call = dataclasses.replace(call, chunk=True, extra_layout=spec.compressed_layout)
+    call = Call(
+        *("decode", spec.kv_layout, rows, spec.num_heads, DeviceInfo.current(), columns),
+        chunk=True,
+        extra_layout=spec.compressed_layout,
+    )
     return plan_here(call).kernel == "sparse_prefill"

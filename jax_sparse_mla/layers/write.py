@@ -32,7 +32,7 @@ from jax_sparse_mla.launch.dispatch import dispatch
 from jax_sparse_mla.launch.triton_call import executor
 from jax_sparse_mla.layers.state import CompressorParams, IndexKeyParams, LayerStep, V4LayerCache, V4LayerParams, V4Rows
 from jax_sparse_mla.metadata import ForwardMode
-from jax_sparse_mla.models import LayerKind
+from jax_sparse_mla.models import LayerKind, ModelSpec
 from jax_sparse_mla.rope import rope_interleaved, round_to_bfloat16
 
 # A long chunk fills the GPU with each task alone, and programs of one task hold fewer registers.
@@ -91,24 +91,25 @@ def write_layer(
     params: V4LayerParams,
     step: LayerStep,
     *,
+    spec: ModelSpec,
     kind: LayerKind,
-    fp4_rows: bool = False,
 ) -> Written:
-    """Writes the rows of the sliding window and the entries that the compressors complete; arguments as of `v4_layer`.
-
-    `fp4_rows` is `V41Spec.fp4_rows`.
-    """
+    """Writes the window's rows and the entries that the compressors complete; arguments as of `v4_layer`."""
     read, most = step_of(step, kind), rows_each(step)
-    written = _write(cache, rows, params, read, kind=kind, rows_each=most, fp4_rows=fp4_rows)
+    by_kernel = all(each.index_keys != "entries" for each in spec.kinds)  # it was not written for any layer of V4.1
+    written = _write(
+        *(cache, rows, params, read), kind=kind, rows_each=most, fp4_rows=spec.fp4_rows, by_kernel=by_kernel
+    )
     # A kernel has no gradient; what attention takes of a single layer's parameters has.
     return written._replace(attn_sink=params.attn_sink) if params.num_layers == 1 else written
 
 
-@partial(jax.jit, static_argnames=("kind", "rows_each", "fp4_rows"))
-def _write(cache, rows, params, step, *, kind, rows_each, fp4_rows):
+@partial(jax.jit, static_argnames=("kind", "rows_each", "fp4_rows", "by_kernel"))
+def _write(cache, rows, params, step, *, kind, rows_each, fp4_rows, by_kernel):
     plain = partial(write_layer_reference, kind=kind, fp4_rows=fp4_rows)
     arguments = cache, rows, params, step
-    if rows.kv.shape[0] > MAX_ROWS or kernel_obstacle(*arguments, kind=kind, rows_each=rows_each):
+    few = by_kernel and rows.kv.shape[0] <= MAX_ROWS
+    if not few or kernel_obstacle(*arguments, kind=kind, rows_each=rows_each):
         return plain(*arguments)
 
     def kernel(*arguments):

@@ -64,7 +64,7 @@ class PrefillPlan:
     compress_ratio: int = static()
     window: int = static()
     topk: int = static()
-    selected: bool = static(default=False)
+    selected: bool = static()
 
     @property
     def workspace_rows(self) -> int:

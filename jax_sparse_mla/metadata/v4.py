@@ -147,9 +147,7 @@ def _build_v4(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4
 
         mode, requests = row_constants(batch.mode, batch.num_draft_tokens), batch.seq_lens.shape[0]
         constants = v4.v4_constants(spec, mode, requests, tokens)
-        by_request = batch.req_pool_indices, batch.seq_lens, batch.extend_lens
-        arrays = (*by_request, batch.out_cache_loc, tables.req_to_token, tables.full_to_swa)
-        return assemble_v4(v4.v4_metadata(executor(), constants, *arrays, tokens=tokens))
+        return assemble_v4(v4.v4_metadata(executor(), constants, batch, tables, tokens=tokens))
 
     plain = functools.partial(build_v4_reference, spec)
     if not has_v4_kernel(spec) or not tokens or not all(x.size for x in jax.tree.leaves((batch, tables))):
@@ -170,9 +168,10 @@ def assemble_v4(arrays: dict[str | tuple[int, str], Any]) -> V4Metadata:
 
 
 def has_v4_kernel(spec: ModelSpec) -> bool:
-    """Whether the kernel serves the model's compress ratios: one whose layers select, and beside it one more."""
-    selected = [kind.selected for kind in spec.kinds if kind.ratio]
-    return selected.count(True) <= 1 and selected.count(False) <= selected.count(True)
+    """Whether the kernel serves the model's compress ratios: none, or one whose layers select by keys of a second
+    compressor, and beside it one whose layers do not select."""
+    kinds = [kind for kind in spec.kinds if kind.ratio]
+    return not kinds or (len(kinds) <= 2 and [x.index_keys for x in kinds if x.selected] == ["compressor"])
 
 
 def build_v4_reference(spec: ModelSpec, batch: ForwardBatch, tables: RequestTables) -> V4Metadata:

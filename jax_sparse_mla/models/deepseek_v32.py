@@ -17,7 +17,7 @@ def yarn_mscale(factor: float, mscale_all_dim: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale_all_dim * math.log(factor) + 1.0
 
 
-# What transformers' config classes take for a missing key: heads, a head's values without rope, indexer heads.
+# The defaults of transformers' config classes: heads, a head's values without rope, indexer heads.
 _V32_SIZES = {"deepseek_v32": (128, 128, 64), "glm_moe_dsa": (64, 192, 32)}
 
 

@@ -48,11 +48,6 @@ class LayerKind:
         return self.selects in ("own", "shared")
 
 
-def overlaps(ratio: int) -> bool:
-    """Whether windows of a published model's compressor of this ratio overlap."""
-    return ratio == INDEXED_RATIO
-
-
 def kind_of_ratio(ratio: int, *, window: int | None, pool: int = 1) -> LayerKind:
     """The kind of a published model's layer of this compress ratio: V4's, the KV source of V4.1, or V3.2's without a
     window. Layers of another kind stand in `ModelSpec.layers`."""
@@ -69,7 +64,7 @@ def kind_of_ratio(ratio: int, *, window: int | None, pool: int = 1) -> LayerKind
         window=window,
         selects="own" if indexed else "all",
         owns_kv=True,
-        overlap=overlaps(ratio),
+        overlap=indexed,
         gated=True,
         index_keys="compressor" if indexed else "none",
     )

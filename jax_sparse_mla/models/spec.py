@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jax_sparse_mla.indexer.keys import IndexFormat
@@ -34,7 +35,8 @@ class ModelSpec:
       compress_ratios: the distinct compress ratios of the layers, ascending; 0 is a sliding-window layer.
       has_attn_sink: whether each head has an attention sink.
       layers: the kind of each layer in order, of a spec from a config. () leaves to `kind` what published models have,
-        as the constants do. Not compared: specs with the same `kinds` are equal, whatever the order of their layers.
+        as the constants do. Windows and pools become the model's. Not compared: specs with the same `kinds` are equal,
+        whatever the order of their layers.
 
     `index_pool`, `compressed_layout` and `index_format` are constants here, and fields of the classes below.
     """
@@ -63,12 +65,10 @@ class ModelSpec:
     index_pool = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
-        for layer in self.layers:
-            if layer.window not in (None, self.window):
-                raise ValueError(f"ModelSpec: layers must have the model's window {self.window}, got {layer}")
-            if layer.selects == "own" and layer.pool != self.index_pool:
-                raise ValueError(f"ModelSpec: layers must have pools of {self.index_pool} tokens, got {layer}")
+        # `dataclasses.replace` may have given the model another window, or other pools.
+        layers = (replace(x, window=x.window and self.window) for x in self.layers)
+        layers = tuple(replace(x, pool=self.index_pool) if x.selects == "own" else x for x in layers)
+        object.__setattr__(self, "layers", layers)
 
     def __eq__(self, other: object) -> bool:
         return self._compared == other._compared if type(other) is type(self) else NotImplemented

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_sparse_mla.attention.api import calls_of
+from jax_sparse_mla.attention.serve import calls_of
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving.model import Caches, Model, Params

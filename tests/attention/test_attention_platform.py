@@ -30,8 +30,9 @@ from attention_calls import (
 )
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_sparse_mla.attention import DeviceInfo, api, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention import DeviceInfo, sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.backend import BACKENDS
+from jax_sparse_mla.attention.serve import calls_of
 from jax_sparse_mla.kv_cache import PagedKV
 
 ATTENTION = {"decode": sparse_mla_decode, "prefill": sparse_mla_prefill}
@@ -119,7 +120,7 @@ def test_a_layout_that_no_kernel_names_is_the_references(monkeypatch, backend):
         return sparse_mla_decode(**given, **static, **more)
 
     lowered = jax.jit(attend).trace(given).lower(lowering_platforms=("cuda",))
-    assert api.calls_of(lowered) == {("decode", "reference")}
+    assert calls_of(lowered) == {("decode", "reference")}
     if backend != "reference":
         with pytest.raises(ValueError, match=f"backend '{backend}' cannot serve this decode call: .*got made up"):
             attend(given, backend=backend)
@@ -129,9 +130,9 @@ def test_a_layout_that_no_kernel_names_is_the_references(monkeypatch, backend):
 def test_a_program_says_which_backend_it_calls(kernel, phase):
     """The one that it runs on its platform; none where no attention is called."""
     for platform, backend in (("cuda", "triton"), ("cpu", "reference")):
-        assert api.calls_of(lowered(phase, platform)) == {(phase, backend)}
-    assert api.calls_of(lowered(phase, "cuda", backend="reference")) == {(phase, "reference")}
-    assert api.calls_of(jax.jit(jnp.sin).lower(1.0)) == frozenset()
+        assert calls_of(lowered(phase, platform)) == {(phase, backend)}
+    assert calls_of(lowered(phase, "cuda", backend="reference")) == {(phase, "reference")}
+    assert calls_of(jax.jit(jnp.sin).lower(1.0)) == frozenset()
 
 
 @BOTH

@@ -63,7 +63,8 @@ def test_the_reference_and_the_compressor_have_one_copy_of_a_row_s_work(monkeypa
         )
         step = kv, score, positions, requests, start, *parameters
         static = {"ratio": ratio, "norm_eps": 1e-6, "num_entries": tokens // ratio}
-        return compressor.compress_kv_reference(state.kv, state.score, *step, **static)
+        arrays = compressor.CompressorArrays(state.kv, state.score, *step)
+        return compressor.compress_kv_reference(arrays, **static)
 
     rows = jnp.zeros((tokens, 2 * head_dim))
     assert len(lines_with("rsqrt", compress, rows, rows)) == 1

@@ -29,7 +29,7 @@ from attention_oracle import (
 )
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend
-from jax_sparse_mla.attention.machine import installed_backends
+from jax_sparse_mla.attention.machine import installed_for
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, PrefillPlan, RequestTables, build_prefill_plan
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
@@ -235,7 +235,7 @@ def paged_arguments(chunk: Chunk, ratio: int) -> dict:
     "backend",
     [
         pytest.param(name, marks=[] if name == "reference" else [pytest.mark.gpu])
-        for name in sorted(installed_backends())
+        for name in sorted(installed_for("decode") | installed_for("prefill"))
     ],
 )
 @pytest.mark.parametrize("ratio", RATIOS)

@@ -239,12 +239,13 @@ class TestFailures:
     )
     def test_a_package_without_the_operators_does_not_count(self, tmp_path, file, expected):
         with stub.empty_package(tmp_path, file):
-            assert (BACKENDS["flashmla"].missing("decode", "jax") is None) == expected
+            assert (BACKENDS["flashmla"].missing("decode", "jax", H200) is None) == expected
 
     def test_asking_for_it_imports_nothing(self):
         program = (
             "import sys; from jax_sparse_mla.attention.backend import BACKENDS; "
-            "[x.missing(phase, 'jax') for x in BACKENDS.values() if x.name == 'flashmla' for phase in x.layouts]; "
+            "from jax_sparse_mla import DeviceInfo; h200 = DeviceInfo('cuda', (9, 0)); "
+            "[BACKENDS['flashmla'].missing(phase, 'jax', h200) for phase in ('decode', 'prefill')]; "
             "assert not {'torch', 'flash_mla', 'sgl_kernel'} & set(sys.modules)"
         )
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}

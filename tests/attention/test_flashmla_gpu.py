@@ -19,12 +19,12 @@ from attention_calls import (
 )
 
 from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_prefill
-from jax_sparse_mla.attention.machine import installed_backends
+from jax_sparse_mla.attention.machine import installed_for
 from jax_sparse_mla.kv_cache import KVLayout
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif("flashmla" not in installed_backends(), reason="FlashMLA is not installed"),
+    pytest.mark.skipif("flashmla" not in installed_for("decode"), reason="FlashMLA is not installed"),
 ]
 
 

@@ -23,8 +23,9 @@ from attention_calls import (
 from attention_oracle import INT_MAX, INT_MIN
 from layout_oracle import RECORDS
 
-from jax_sparse_mla.attention import DeviceInfo, api, plan_attention, sparse_mla_decode, sparse_mla_prefill
+from jax_sparse_mla.attention import DeviceInfo, plan_attention, sparse_mla_decode, sparse_mla_prefill
 from jax_sparse_mla.attention.backend import BACKENDS, Call
+from jax_sparse_mla.attention.serve import calls_of
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
@@ -228,7 +229,7 @@ def test_a_kernel_refuses_by_name_what_it_was_not_written_for(backend, layout, e
     with pytest.raises(ValueError, match=f"'{backend}' cannot serve this decode call: .*got {refused} "):
         sparse_mla_decode(**given, **static, backend=backend)
     lowered = jax.jit(lambda given: sparse_mla_decode(**given, **static)).trace(given)
-    assert api.calls_of(lowered.lower(lowering_platforms=("cuda",))) == {("decode", "reference")}
+    assert calls_of(lowered.lower(lowering_platforms=("cuda",))) == {("decode", "reference")}
 
 
 def test_a_record_is_asked_for_both_caches():

@@ -88,12 +88,12 @@ def test_a_kernel_reads_both_caches(backend, gap, layout, extra, monkeypatch):
     from triton_device import DEVICE, ON_GPU
 
     monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", backend)
-    if ON_GPU and (why := route.missing(backend, "decode")):
+    if ON_GPU and (why := route.missing(backend, "decode", route.device_info(torch.device("cuda")))):
         pytest.skip(why)
     if not ON_GPU:
         monkeypatch.setattr(build, "module", lambda kernel, arch: library())
         monkeypatch.setattr(route, "device_info", lambda device: H200)
-        monkeypatch.setattr(route, "missing", lambda name, phase: None)
+        monkeypatch.setattr(route, "missing", lambda *_: None)
     options = decode.Options("decode", None, -math.inf, kv_layout=layout)
     for seed, shape in enumerate(({"batch": 1, "q_len": 1}, {"batch": 2, "q_len": 3, "lengths": "batch"})):
         shape |= {"topk": 40, "extra": (40, 2), "page_size": 16}
@@ -142,7 +142,7 @@ def test_a_kernel_refuses_by_name_what_it_was_not_written_for(backend, layout, e
     tensors = tensors_of(a_case(layout, extra))
     options = decode.Options("decode", 0.1, math.inf, kv_layout=layout)
     monkeypatch.setattr(route, "device_info", lambda device: H200)
-    monkeypatch.setattr(route, "missing", lambda name, phase: None)
+    monkeypatch.setattr(route, "missing", lambda *_: None)
     monkeypatch.setattr(build, "module", lambda kernel, arch: library())  # which comes first
     plan = decode._new(options, *tensors).plan
     assert plan.backend != backend and backend in plan.rejected

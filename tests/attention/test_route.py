@@ -194,7 +194,7 @@ def test_flashmla_leaves_paged_decode_where_its_schedule_no_longer_fits(shared, 
     ],
 )
 def test_our_kernel_for_an_h200_goes_first(spec, rows, order):
-    """Then which one it is turns at 5 blocks of 64 x 64 for each of 132 multiprocessors; see docs/*/routing.md."""
+    """Then which one it is turns at 5 blocks of 64 x 64 for each of 132 multiprocessors (docs/reference/routing.md)."""
     installed = {"hopper", "flashmla", "triton"}
     for name in order:
         chosen = plan(spec=spec, device=DEVICES["sm90"], num_heads=64, topk=640, num_q_tokens=rows, installed=installed)

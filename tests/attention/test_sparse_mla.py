@@ -9,13 +9,13 @@ from __future__ import annotations
 import pytest
 from attention_conformance import SparseMLAConformance
 
-from jax_sparse_mla.attention.machine import installed_backends
+from jax_sparse_mla.attention.machine import installed_for
 
 
 @pytest.fixture(
     params=[
         pytest.param(name, marks=[] if name == "reference" else [pytest.mark.gpu])
-        for name in sorted(installed_backends())
+        for name in sorted(installed_for("decode") | installed_for("prefill"))
     ]
 )
 def backend(request) -> str:

@@ -1,4 +1,4 @@
-"""MaxText's DeepSeek-V4 and V3.2 through this library, against MaxText's own dense attention; see docs/*/maxtext.md."""
+"""MaxText's DeepSeek-V4 and V3.2 through this library, against MaxText's dense attention (docs/guides/maxtext.md)."""
 
 import sys
 from pathlib import Path

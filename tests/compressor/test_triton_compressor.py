@@ -21,7 +21,7 @@ from triton_device import DEVICE, tensor
 
 from jax_sparse_mla.compressor import triton as kernels
 from jax_sparse_mla.compressor.api import compress_kv, compress_kv_reference
-from jax_sparse_mla.compressor.state import CompressorState
+from jax_sparse_mla.compressor.state import CompressorArrays, CompressorState
 
 pytestmark = [
     pytest.mark.torch,
@@ -113,7 +113,7 @@ def test_compress(seed, shape, bfloat16, searched):
             patch.setattr(kernels, "SEARCHED_ROWS", 0)
             patch.setattr(kernels, "FIND_OPTIONS", {"CHUNK": 8, "COUNTED": 16, "num_warps": 1})
         got = torch_compress(arguments, **static)
-    assert_compressed(got, plain_compress(*arguments, **static, norm_eps=1e-6))
+    assert_compressed(got, plain_compress(CompressorArrays(*arguments), **static, norm_eps=1e-6))
 
 
 def test_zeros_keep_their_sign_wherever_a_step_begins():
@@ -188,7 +188,7 @@ def test_compressor_refuses_bad_tensors_by_name():
 @pytest.mark.parametrize("shape", [(4, 512, (1,) * 64), (4, 128, (3, 1100, 0, 40)), (128, 512, (1, 900, 300))], ids=str)
 def test_jax_compresses_in_place(shape):
     arguments, static = compress_case(np.random.default_rng(12), *shape, dtype=ml_dtypes.bfloat16)
-    want = plain_compress(*map(jnp.asarray, arguments), **static, norm_eps=1e-6)
+    want = plain_compress(CompressorArrays(*map(jnp.asarray, arguments)), **static, norm_eps=1e-6)
     kv, score, positions, req_rows, starts, ape, norm_weight, inv_freq = map(jnp.asarray, arguments[2:])
 
     def step(state):

@@ -289,7 +289,10 @@ SPECIAL = {
         ("cache", lambda: full_cache(mla.KVLayout.V4_BF16), ValueError, "out must have layout"),
     ],
     "quantize_ue8m0": [("group", 60, ValueError, "group"), ("x", jnp.float32(1.0), ValueError, "x must have shape")],
-    "write_kv": [("cache", v32_cache, ValueError, "kv must have shape .*576")],
+    "write_kv": [
+        ("cache", v32_cache, ValueError, "kv must have shape .*576"),
+        ("slots", np.arange(4, dtype=">i4"), TypeError, "slots must be int32"),
+    ],
     "sparse_mla_decode": [
         ("extra_cache", v32_cache, ValueError, "extra_cache must have cache's layout"),
         ("cache", v32_cache, ValueError, "q must have shape .*576"),

@@ -21,9 +21,9 @@ from test_triton_fp4_logits import WAYS, WRITERS, exact_logits, logits_case, que
 from test_triton_indexer import HOSTILE, assert_logits
 from triton_device import ON_GPU
 
-from jax_sparse_mla.indexer import hopper as sm90
 from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.indexer.logits import IndexKeys, index_logits
+from jax_sparse_mla.indexer.route import FP4_MOST_ROWS
 from jax_sparse_mla.launch import build
 
 pytestmark = pytest.mark.torch
@@ -162,7 +162,7 @@ def test_weights_that_leave_float32_with_their_power_of_two(query, weight, logit
 
 def test_the_source_has_room_for_what_it_serves():
     source = (build.source("index_logits").parent / "fp4.cuh").read_text()
-    assert f"kMostRows = {sm90.FP4_MOST_ROWS};" in source
+    assert f"kMostRows = {FP4_MOST_ROWS};" in source
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])

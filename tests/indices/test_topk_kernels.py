@@ -32,7 +32,7 @@ from triton_device import DEVICE, ON_GPU, tensor
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.indices.topk import triton as kernels
 from jax_sparse_mla.indices.topk.api import topk_reference
-from jax_sparse_mla.launch import build as cuda_build
+from jax_sparse_mla.launch import build
 
 pytestmark = [
     pytest.mark.torch,
@@ -52,7 +52,7 @@ def take_engine(name: str, patch: pytest.MonkeyPatch) -> None:
     """Makes the torch launchers take these kernels."""
     if ON_GPU and name == "triton":
         patch.setattr(torch_topk, "_cuda_module", lambda device: None)
-    elif ON_GPU and cuda_build.module("topk", cuda_build.arch_of(torch.cuda.get_device_capability())) is None:
+    elif ON_GPU and torch_topk._cuda_module(torch.device("cuda")) is None:
         pytest.skip("needs nvcc and apache-tvm-ffi")
 
 
@@ -250,7 +250,7 @@ def test_the_cuda_kernel_compiles_for_every_architecture_without_a_gpu(capabilit
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
     include = tvm_ffi.libinfo.find_include_path()
-    source = cuda_build.source("topk")
+    source = build.source("topk")
     command = ["nvcc", "-std=c++17", "-cubin", "-Xptxas", "-v", "-I", include, "-I"]
     command += [tvm_ffi.libinfo.find_dlpack_include_path(), "-o", str(tmp_path / "topk.cubin"), str(source)]
     for capability in capabilities:

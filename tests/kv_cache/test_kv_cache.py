@@ -371,7 +371,7 @@ def test_kernels_take_the_layouts_that_they_were_written_for(layout, monkeypatch
     """The kernels' tiles would miss the last 12 of 76 values, and the last 4 bytes of their row, without a word."""
     taken = []
 
-    def dispatch(kernel, plain, *args, shares=None):
+    def dispatch(kernel, plain, *args, rule=None):
         taken.append(plain)
         return plain(*args)
 

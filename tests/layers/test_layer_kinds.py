@@ -108,7 +108,12 @@ def test_specs_hash_by_their_kinds():
     assert dataclasses.replace(changed, name=plain.name, layers=()) == plain
     twice = dataclasses.replace(changed, layers=changed.layers * 2)
     assert twice == changed and hash(twice) == hash(changed) and len(twice.layers) == 4
-    with pytest.raises(ValueError, match=r"layers must have the model's window 128, got LayerKind.*window=64"):
-        dataclasses.replace(V4, layers=(LayerKind(window=64),))
-    with pytest.raises(ValueError, match="layers must have pools of 1 tokens"):
-        dataclasses.replace(mla.DEEPSEEK_V32, layers=(LayerKind(selects="own", owns_kv=True, pool=4),))
+
+
+def test_a_spec_with_another_window_or_other_pools():
+    """Its layers have them too."""
+    changed = dataclasses.replace(made_up(KINDS["ratio 4 that attends to all, without overlap"]), window=64)
+    assert [kind.window for kind in changed.layers] == [changed.kind(4).window] * 2 == [64] * 2
+    linear, own = LayerKind(), mla.DEEPSEEK_V32.kind()
+    layers = linear, dataclasses.replace(own, pool=4)
+    assert dataclasses.replace(mla.DEEPSEEK_V32, layers=layers).layers == (linear, own)

@@ -69,6 +69,8 @@ def test_shapes_and_views():
     assert second.pages.shape == (5, pool.data.shape[1])
     alone = mla.PagedKV.zeros(mla.KVLayout.V4_FP8, 5, 4)
     assert jax.tree.structure(alone.layer(0)) == jax.tree.structure(alone)
+    sizes = {"num_pages": 2, "num_swa_pages": 2, "max_requests": 1}
+    assert layers.V4LayerCache.zeros(mla.DEEPSEEK_V32, 0, **sizes).compressed is None
 
 
 @pytest.mark.parametrize("index, error", [(3, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])

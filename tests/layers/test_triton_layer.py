@@ -20,6 +20,7 @@ from jax_sparse_mla.indexer import triton as indexer
 from jax_sparse_mla.indexer.logits import sylvester
 from jax_sparse_mla.kv_cache import KVLayout
 from jax_sparse_mla.kv_cache import triton as kv_cache
+from jax_sparse_mla.kv_cache.layout import Pages
 from jax_sparse_mla.layers import triton as layer
 from jax_sparse_mla.layers.write import Step
 
@@ -154,18 +155,20 @@ def fused(case: Case) -> tuple:
 def one_by_one(case: Case) -> tuple:
     """The same by the kernels of the parts, on tensors of its own."""
     step, swa = tensors(case.step), tensor(case.swa)
-    facts = {"layout": case.layout}
 
-    def pages(cache):
+    def where(cache):
         count = len(cache) // case.layers
         return case.layer * count, count
+
+    def pages(cache, page_size):
+        return Pages(case.layout, page_size, *where(cache))
 
     def share(x):
         rows = len(x) // case.layers
         return x[case.layer * rows : (case.layer + 1) * rows]
 
     swa_size, entries = page_sizes(case)
-    kv_cache.write_kv(execute, swa, step.swa_slots, tensor(case.kv), page_size=swa_size, pages=pages(swa), **facts)
+    kv_cache.write_kv(execute, swa, None, step.swa_slots, tensor(case.kv), pages=pages(swa, swa_size))
     results = [swa, *[None] * 6]
 
     def compress(part, norm_eps):
@@ -188,11 +191,11 @@ def one_by_one(case: Case) -> tuple:
 
     if case.ratio:
         kept, slots, state, cache = compress(case.compressor, EPS[0])
-        kv_cache.write_kv(execute, cache, slots, kept, page_size=entries, pages=pages(cache), **facts)
+        kv_cache.write_kv(execute, cache, None, slots, kept, pages=pages(cache, entries))
         results[1:4] = cache, *state
     if case.ratio == 4:
         kept, slots, state, cache = compress(case.indexer, EPS[1])
-        indexer.write_index_k(execute, cache, slots, kept, hadamard=True, pages=pages(cache))
+        indexer.write_index_k(execute, cache, slots, kept, hadamard=True, pages=where(cache))
         values, scale = indexer.quantize_index_q(execute, tensor(case.queries[0]), hadamard=True)
         results[4:7] = cache, *state
         results += [values, tensor(case.queries[1]) * scale]

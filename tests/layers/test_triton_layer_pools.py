@@ -27,6 +27,7 @@ from jax_sparse_mla.compressor import triton as compressor
 from jax_sparse_mla.indexer import triton as indexer
 from jax_sparse_mla.kv_cache import KVLayout
 from jax_sparse_mla.kv_cache import triton as kv_cache
+from jax_sparse_mla.kv_cache.layout import Pages
 
 pytestmark = [
     pytest.mark.torch,
@@ -69,23 +70,21 @@ def random_bytes(*shape) -> np.ndarray:
 def test_cache_kernels(layout):
     data = random_bytes(PAGES, layout.page_bytes(PAGE_SIZE))
     rows = np.random.default_rng(1).standard_normal((8, layout.qk_dim)).astype(ml_dtypes.bfloat16)
-    facts, slots = {"layout": layout, "page_size": PAGE_SIZE}, tensor(SLOTS)
+    slots, own, shared = tensor(SLOTS), Pages(layout, PAGE_SIZE, 0, PAGES), Pages(layout, PAGE_SIZE, *WHERE)
 
     alone, pool, before = tensor(data), among_others(data), among_others(data)
-    alone = kv_cache.write_kv(execute, alone, slots, tensor(rows), **facts)
-    pool = kv_cache.write_kv(execute, pool, slots, tensor(rows), **facts, pages=WHERE)
+    alone = kv_cache.write_kv(execute, alone, None, slots, tensor(rows), pages=own)
+    pool = kv_cache.write_kv(execute, pool, None, slots, tensor(rows), pages=shared)
     assert_ours_alone(pool, alone, before)
 
-    want = kv_cache.gather_kv(execute, alone, slots, **facts)
-    got = kv_cache.gather_kv(execute, pool, slots, **facts, pages=WHERE)
+    want = kv_cache.gather_kv(execute, alone, None, slots, pages=own)
+    got = kv_cache.gather_kv(execute, pool, None, slots, pages=shared)
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
-    split = {**facts, "out_page_size": 2}
-    out = random_bytes(2 * PAGES, layout.page_bytes(2))
-    want = kv_cache.split_pages(execute, tensor(out), alone, slots, **split)
-    got = kv_cache.split_pages(
-        execute, among_others(out), pool, slots, **split, pages=WHERE, out_first_page=2 * WHERE[0]
-    )
+    out, halves = random_bytes(2 * PAGES, layout.page_bytes(2)), Pages(layout, 2, 0, 2 * PAGES)
+    want = kv_cache.split_pages(execute, tensor(out), alone, slots, pages=own, out_pages=halves)
+    halves = halves._replace(first=2 * WHERE[0])
+    got = kv_cache.split_pages(execute, among_others(out), pool, slots, pages=shared, out_pages=halves)
     assert_ours_alone(got, want, among_others(out))
 
 

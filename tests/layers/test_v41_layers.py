@@ -17,6 +17,7 @@ import jax_sparse_mla as mla
 from jax_sparse_mla import layers
 from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.kv_cache import KVLayout
+from jax_sparse_mla.layers import write
 from jax_sparse_mla.models import ModelSpec, v41_layers
 
 COMPILING = "QUICK"  # see conftest.py
@@ -410,7 +411,7 @@ def test_what_is_refused():
     vllms = change(SPEC, index_format=IndexFormat.FP4.written_by("vllm"))
     publisher = next(i for i, layer in enumerate(LAYERS) if layer.publishes)
     assert publisher == 4
-    source_of = r"source.compressed must be given: the caches of the layer.s KV source"
+    source_of = r"source.compressed must be given: the caches of KV source 4, got None"
     for error, message, i, cache, given in (
         (TypeError, "cache.compressed must be a PagedKV in a KV source of compress ratio 2", 1, window, {}),
         (ValueError, "cache.compressed must be None in a layer that is no KV source", 5, of_1, {}),
@@ -443,6 +444,18 @@ def test_what_is_refused():
         _, params, tables = model()
         metadata = layers.prepare_v4_step(SPEC, batch, tables).metadata
         layers.v4_layer(of_2, rows[1], params[1], batch, metadata, None, spec=SPEC, ratio=2)
+
+
+def test_v4s_kernel_writes_no_layer(monkeypatch):
+    """Of V4's layouts neither: through it, a sink in an array of several layers would have no gradient."""
+    spec = dataclasses.replace(SPEC, kv_layout=KVLayout.V4_FP8, compressed_layout=None)
+    pools, reader = empty(spec), 5
+    positions = jnp.zeros((2, spec.index_topk), jnp.int32)
+    shared = {"source": pools[1].layer(0), "selected": layers.V41Selection(positions=positions)}
+    monkeypatch.setattr(write, "dispatch", lambda *_: pytest.fail("a kernel was taken"))
+    write._write.clear_cache()
+    for i, given in ((0, {}), (reader, shared)):
+        traced(i, pools[0].layer(0), spec=spec, **given)
 
 
 def test_parameters_of_several_layers_share_arrays():

@@ -205,6 +205,7 @@ def test_a_model_whose_pages_take_several_programs(mode):
 
 def test_which_models_have_a_kernel():
     ratios = {(): True, (0,): True, (0, 4): True, (0, 4, 128): True, (0, 128): False, (0, 2, 4, 8): False}
+    ratios |= {(0, 1): False, (0, 2): False, (2, 4): False}  # of V4.1
     for given_ratios, expected in ratios.items():
         assert has_v4_kernel(dataclasses.replace(DEEPSEEK_V4_FLASH, compress_ratios=given_ratios)) == expected
 
@@ -280,7 +281,7 @@ def test_bad_tensors_are_refused_by_name():
         build(dataclasses.replace(batch, mode=ForwardMode.TARGET_VERIFY), tables)
     with pytest.raises(ValueError, match=r"out_cache_loc must have one entry per request in DECODE, \[2\], got \[3\]"):
         build(dataclasses.replace(batch, out_cache_loc=tensor([1, 2, 3])), tables)
-    with pytest.raises(ValueError, match="at most one compress ratio whose layers select"):
+    with pytest.raises(ValueError, match="no compress ratio or V4's 4 and beside it at most one more"):
         spec = dataclasses.replace(TINY_V4, compress_ratios=(0, 8))
         torch_metadata.build_v4_metadata(spec, batch, tables)
     with pytest.raises(ValueError, match=r"out.page_table must have shape"):

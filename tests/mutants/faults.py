@@ -108,7 +108,7 @@ fault("index-key-floor", "a key of zeros has a scale of 0",
       "jnp.clip(amax_bits, floor, _MAX_FINITE_BITS)", "jnp.clip(amax_bits, 0, _MAX_FINITE_BITS)")
 fault = of("jax_sparse_mla/indexer/keys.py", "tests/indexer/test_index_formats.py")
 fault("index-fp4-exponent", "FP4 keys: a group whose largest value is 6 · 2^k takes the next scale",
-      "(amax & _MANTISSA_MASK) > _MANTISSA_OF_1_5", "(amax & _MANTISSA_MASK) >= _MANTISSA_OF_1_5")
+      "(amax & MANTISSA_MASK) > _MANTISSA_OF_1_5", "(amax & MANTISSA_MASK) >= _MANTISSA_OF_1_5")
 fault = of("jax_sparse_mla/indexer/select.py", "tests/indexer/test_index_topk.py")
 fault("selection-last-chunk", "the last chunk of rows gives its first rows again",
       "x[-1, chunk - left :]", "x[-1, :left]")
@@ -122,7 +122,7 @@ fault("triton-indexer-length", "Triton indexer: a key past the row's length has 
 # --- caches -----------------------------------------------------------------------------------------------------------
 fault = of("jax_sparse_mla/kv_cache/quantize.py", "tests/kv_cache/test_kv_cache.py")
 fault("ue8m0-rounding", "a group whose largest value is 448 · 2^k takes the next scale",
-      "(amax_bits & _MANTISSA_MASK) > _MANTISSA_OF_1_75", "(amax_bits & _MANTISSA_MASK) >= _MANTISSA_OF_1_75")
+      "(amax_bits & MANTISSA_MASK) > _MANTISSA_OF_1_75", "(amax_bits & MANTISSA_MASK) >= _MANTISSA_OF_1_75")
 fault("zero-tile", "a tile of zeros has a scale below the least one",
       "jnp.maximum(exponent - 8 + above.astype(jnp.int32), min_exponent)", "exponent - 8 + above.astype(jnp.int32)")
 fault("bfloat16-tie", "ties of bfloat16 round up, not to even",

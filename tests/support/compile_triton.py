@@ -33,7 +33,7 @@ from jax_sparse_mla.indices import triton as indices
 from jax_sparse_mla.indices import triton_ownership
 from jax_sparse_mla.indices.topk import triton as topk
 from jax_sparse_mla.kv_cache import triton as kv_cache
-from jax_sparse_mla.kv_cache.layout import KVLayout, workspace_layout
+from jax_sparse_mla.kv_cache.layout import KVLayout, Pages, workspace_layout
 from jax_sparse_mla.launch.describe import Device, Launch
 from jax_sparse_mla.layers import triton as layer
 from jax_sparse_mla.layers.write import Step
@@ -320,8 +320,8 @@ def kv_cases(capability):
     touched, split = kv_cache.touched_pages_kernel, kv_cache.split_pages_kernel
     yield "touched", touched, ints(touched), {"PAGE_SIZE": 256} | kv_cache.TOUCHED_OPTIONS
     split_pointers = ints(split) | data | {"out_ptr": "*u8"}
-    split_constants = kv_cache.split_constants(KVLayout.V4_FP8, 256, 64) | kv_cache.SPLIT_OPTIONS
-    yield "split", split, split_pointers, split_constants
+    split_constants = kv_cache.split_constants(*(Pages(KVLayout.V4_FP8, size, 0, 0) for size in (256, 64)))
+    yield "split", split, split_pointers, split_constants | kv_cache.SPLIT_OPTIONS
     swa, topk = indices.combine_swa_extra_kernel, indices.combine_topk_swa_kernel
     yield "swa_extra", swa, ints(swa), {"SWA_WIDTH": 128, "EXTRA_WIDTH": 512, "WIDTH": 640} | indices.SWA_EXTRA_OPTIONS
     topk_constants = {"TOPK_STRIDE": 512, "TOPK": 512, "WINDOW": 128, "RATIO": 4, "WIDTH": 640, "SEARCH_STEPS": 7}
@@ -367,7 +367,7 @@ def metadata_launches():
             yield f"v32 {mode.name} {len(absent)} absent", metadata_v32.v32_metadata_kernel, absent | constants
     yield "kv_slots", metadata_v32.kv_slots_kernel, {"SEARCH_STEPS": 7} | metadata_v32.SLOTS_OPTIONS
     yield "row_starts", metadata.row_starts_kernel, window.request_options(64)
-    yield "swa_slots", window.swa_slots_kernel, window.swa_constants(128)
+    yield "swa_slots", window.swa_slots_kernel, {"WINDOW": 128, "BLOCK": 128, "num_warps": 4}
     yield "gather_lens", window.gather_lens_kernel, {"WINDOW": 128} | window.request_options(64)
     yield "gather_slots", window.gather_slots_kernel, {"SEARCH_STEPS": 7} | window.GATHER_OPTIONS
 

@@ -47,8 +47,8 @@ def served_by(backend: str, monkeypatch):
         monkeypatch.setattr(route, "device_info", lambda device: H200)
         monkeypatch.setattr(build, "module", lambda kernel, arch: library())
         there = ("reference", "triton", "flashmla", "hopper")
-        monkeypatch.setattr(route, "missing", lambda name, phase: None if name in there else "not installed")
-    elif why := route.missing(backend, "decode"):
+        monkeypatch.setattr(route, "missing", lambda name, *_: None if name in there else "not installed")
+    elif why := route.missing(backend, "decode", route.device_info(torch.device("cuda" if ON_GPU else "cpu"))):
         pytest.skip(f"{backend}: {why}")
     call_cache.forget()
     yield

@@ -300,8 +300,9 @@ def plain_jit_of_a_kernel():
     import pytest
     from attention_calls import pretend_h200
 
-    from jax_sparse_mla.attention import api, reference
+    from jax_sparse_mla.attention import reference
     from jax_sparse_mla.attention.backend import BACKENDS
+    from jax_sparse_mla.attention.serve import calls_of
 
     seen = []
 
@@ -327,7 +328,7 @@ def plain_jit_of_a_kernel():
         placed = [jax.device_put(x, NamedSharding(mesh, spec)) for spec, x in zip(specs, args)]
         unnamed = jax.jit(lambda *args: attend(*args, backend=None)).trace(*placed)
         lowered = unnamed.lower(lowering_platforms=("cuda",))
-        assert api.calls_of(lowered) == {("prefill", "triton")} and "sdy.sharding_rule" in lowered.as_text()
+        assert calls_of(lowered) == {("prefill", "triton")} and "sdy.sharding_rule" in lowered.as_text()
 
 
 @body
@@ -410,7 +411,7 @@ def explicit_axes():
     counts = []
     for _ in range(2):
         results = sparse_mla_decode(over, cache, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
-        counts.append(sharding._on_own_shares._cache_size())
+        counts.append(sharding._by_rule._cache_size())
     assert counts[0] == counts[1]
     expected = sparse_mla_decode(q, cache, indices, softmax_scale=0.3, topk_length=lengths, attn_sink=sink)
     assert_close(results, expected, 1e-6)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from attention_calls import H200
 
+from jax_sparse_mla.attention.backend import BACKENDS
+
 
 @pytest.fixture
 def decoded(monkeypatch):
@@ -19,7 +21,7 @@ def decoded(monkeypatch):
         return decode(q, k_cache, *rest)
 
     monkeypatch.setattr(short_prefill, "device_info", lambda device: H200)
-    monkeypatch.setattr(short_prefill, "missing", lambda name, phase: None)
+    monkeypatch.setattr(short_prefill, "missing", lambda name, phase, device: BACKENDS[name].wrong_device(device))
     monkeypatch.setattr(short_prefill, "sooner_than_prefill", lambda rows, heads, topk, sm_count: rows < 10)
     monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", watched)
     return asked

@@ -177,7 +177,7 @@ def test_buffers_of_another_step_are_refused():
 
 @pytest.mark.parametrize("rows, transform", [(255, TopkTransform.PAGED), (256, TopkTransform.RAGGED)])
 def test_the_plan_decides_what_an_extend_step_attends_to(rows, transform):
-    """From the measured crossover on (docs/*/routing.md) it gathers, where the engine leaves the choice to the plan."""
+    """From the crossover on (docs/reference/routing.md) it gathers, where the engine leaves the choice to the plan."""
     step = sglang_step(
         "EXTEND",
         req_to_token=torch.zeros((1, 64), dtype=torch.int32),

@@ -439,7 +439,7 @@ def test_pages_that_overlap_are_refused():
 def test_the_route(monkeypatch, rows, heads, topk, expected):
     """As JAX's: on SM90 our own kernel at any size, and without it by the amount of work."""
     absent = {"hopper": "no nvcc"}
-    monkeypatch.setattr(route, "missing", lambda name, phase: absent.get(name))
+    monkeypatch.setattr(route, "missing", lambda name, phase, device: absent.get(name))
     call = Call("decode", KVLayout.V4_FP8, rows, heads, H200, topk)
     for name in OVERRIDES:
         monkeypatch.delenv(name, raising=False)
@@ -465,7 +465,7 @@ def test_a_layout_that_no_kernel_names_is_the_references(monkeypatch, named):
     options = torch_decode.Options("decode", 0.1, math.inf)
     monkeypatch.setitem(pages.LAYOUTS, 528, MADE_UP)
     monkeypatch.setattr(route, "device_info", lambda device: H200)
-    monkeypatch.setattr(route, "missing", lambda name, phase: None)
+    monkeypatch.setattr(route, "missing", lambda name, phase, device: None)
     for name in OVERRIDES:
         monkeypatch.delenv(name, raising=False)
     tensors = (case["q"], cache, case["indices"], None, None, None, None, None)
@@ -485,7 +485,7 @@ def test_a_layout_that_no_kernel_names_is_the_references(monkeypatch, named):
 def test_a_flash_mla_without_the_operators_is_not_routed_to(tmp_path, file, expected):
     """FlashMLA's own builds and the wheel have one name: whoever changes an import has either."""
     with stub.empty_package(tmp_path, file):
-        assert (route.missing.__wrapped__("flashmla", "decode") is None) == expected
+        assert (route.missing.__wrapped__("flashmla", "decode", H200) is None) == expected
 
 
 def test_what_flashmla_cannot_take():

@@ -143,7 +143,7 @@ assert not xla_bridge._backends, xla_bridge._backends
 
 @pytest.mark.parametrize("backend_name", ["hopper", "triton", "flashmla"])
 def test_no_jax_backend_is_initialised(backend_name, monkeypatch):
-    if why := route.missing(backend_name, "decode"):
+    if why := route.missing(backend_name, "decode", route.device_info(torch.device("cuda"))):
         pytest.skip(f"{backend_name}: {why}")
     monkeypatch.setenv(f"JAX_SPARSE_MLA_{'DECODE_' if backend_name == 'hopper' else ''}BACKEND", backend_name)
     done = python(NO_JAX)

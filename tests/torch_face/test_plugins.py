@@ -321,7 +321,7 @@ def test_the_v32_class(vllm, monkeypatch):
     expected = flash_mla.flash_mla_sparse_fwd(**small)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[2])
     monkeypatch.setattr(short_prefill, "device_info", lambda device: H200)
-    monkeypatch.setattr(short_prefill, "missing", lambda name, phase: None)
+    monkeypatch.setattr(short_prefill, "missing", lambda name, phase, device: None)
     monkeypatch.setattr(short_prefill, "sooner_than_prefill", lambda rows, heads, topk, sm_count: True)
     small = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64), sink=False))
     few = impl._bf16_flash_mla_kernel(small["q"], small["kv"], small["indices"], small["topk_length"])

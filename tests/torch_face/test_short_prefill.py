@@ -43,7 +43,7 @@ def test_other_rows_of_prefill_are_not_decoded(decoded, monkeypatch):
         assert short_prefill.decode(**given) is None
     with monkeypatch.context() as changed:
         changed.setattr(
-            short_prefill, "missing", lambda name, phase: "not built"
+            short_prefill, "missing", lambda name, phase, device: "not built"
         )  # Triton would be slower than prefill
         assert short_prefill.decode(**given) is None
     for phase, name in (("PREFILL_", "triton"), ("DECODE_", "triton"), ("", "flashmla")):

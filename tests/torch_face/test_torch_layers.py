@@ -365,7 +365,7 @@ def test_layers_that_share_their_tensors(monkeypatch):
 def test_a_captured_step_equals_jax_s_to_the_bit(backend, batch, monkeypatch):
     """The output and every byte of the caches, of requests of several lengths."""
     monkeypatch.delenv("JAX_SPARSE_MLA_BACKEND", raising=False)
-    if why := route.missing(backend, "decode"):
+    if why := route.missing(backend, "decode", route.device_info(torch.device("cuda"))):
         pytest.skip(f"{backend}: {why}")
     monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", backend)
     call_cache.forget()

@@ -53,15 +53,15 @@ def unable_for(phase: str, device: DeviceInfo) -> dict[str, str]:
         why = backend.wrong_device(device)
         if why is None and phase not in backend.torch:
             why = f"torch does not call its {phase}"
-        if why := why or missing(name, phase):
+        if why := why or missing(name, phase, device):
             unable[name] = why
     return unable
 
 
 @functools.cache
-def missing(name: str, phase: str) -> str | None:
+def missing(name: str, phase: str, device: DeviceInfo) -> str | None:
     """Why a backend cannot be used from torch in this process; None if it can."""
-    return BACKENDS[name].missing(phase, "torch")
+    return BACKENDS[name].missing(phase, "torch", device)
 
 
 def backend_module(name: str) -> ModuleType:

@@ -15,7 +15,7 @@ from torch import Tensor
 from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, UINT8, ArgumentChecks
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache import triton as kernels
-from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS
+from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS, Pages
 from sparse_mla_torch.launch.executor import executor
 from sparse_mla_torch.operations.checks import TensorChecks
 
@@ -25,18 +25,13 @@ def write_kv(cache: PagedKV, slots: Tensor, kv: Tensor) -> PagedKV:
 
     A writer whose scales are no powers of two, which the kernel does not make, raises ValueError.
     """
-    check, pages, page_bytes = _checked("write_kv", cache)
+    check, data, pages = _checked("write_kv", cache)
     if cache.layout.least_exponent is None:
         raise check.fail(f"cache.layout is {cache.layout}, which jax_sparse_mla.write_kv alone writes")
     (n,) = check("slots", slots, ("n",)).shape
     check("kv", kv, ("n", cache.layout.qk_dim), FLOATS)
     if n and cache.num_pages:
-        kernels.write_kv(
-            *(executor(pages.device), pages, slots, kv, cache.tensor_scale),
-            layout=cache.layout,
-            page_size=cache.page_size,
-            page_bytes=page_bytes,
-        )
+        kernels.write_kv(executor(data.device), data, cache.tensor_scale, slots, kv, pages=pages)
     return cache
 
 
@@ -46,19 +41,17 @@ def gather_kv(cache: PagedKV, slots: Tensor, *, out: Tensor | None = None, out_s
     `out` is a workspace, bfloat16 `[>= out_start + n, qk_dim]`: its rows from `out_start` on are written, the others
     left alone. Rows that do not fit it raise ValueError.
     """
-    check, pages, page_bytes = _checked("gather_kv", cache)
+    check, data, pages = _checked("gather_kv", cache)
     (n,) = check("slots", slots, ("n",)).shape
     if out is None:
-        out = torch.empty((out_start + n, cache.layout.qk_dim), dtype=torch.bfloat16, device=pages.device)
+        out = torch.empty((out_start + n, cache.layout.qk_dim), dtype=torch.bfloat16, device=data.device)
     check("out", out, (None, cache.layout.qk_dim), ("bfloat16",))
     if not 0 <= out_start <= out.shape[0] - n:
         raise check.fail(f"out has {out.shape[0]} rows, too few for {n} from out_start={out_start} on")
     if n:
         kernels.gather_kv(
-            *(executor(pages.device), pages, slots, cache.tensor_scale),
-            layout=cache.layout,
-            page_size=cache.page_size,
-            page_bytes=page_bytes,
+            *(executor(data.device), data, cache.tensor_scale, slots),
+            pages=pages,
             rows=out.shape[0],
             start=out_start,
             out=out,
@@ -85,8 +78,8 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: Tensor, *, scratch: SplitSc
     `out` has the same layout, a page size that divides the cache's and as many slots (else ValueError); its other pages
     and its padding keep their bytes. `slots` have any shape.
     """
-    check, pages, page_bytes = _checked("split_pages", cache)
-    _, out_pages, out_page_bytes = _checked("split_pages", out, "out", like=pages)
+    check, data, pages = _checked("split_pages", cache)
+    _, out_data, out_pages = _checked("split_pages", out, "out", like=data)
     if out.layout != cache.layout or cache.page_size % out.page_size or out.num_slots != cache.num_slots:
         raise check.fail(
             f"out must have layout {cache.layout}, a page size that divides {cache.page_size} and "
@@ -100,21 +93,15 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: Tensor, *, scratch: SplitSc
     if scratch.seen.numel() != num_pages + 1 or scratch.pages.numel() < min(n, num_pages):
         raise check.fail(f"scratch is not for {num_pages} pages and {n} slots")
     kernels.split_pages(
-        *(executor(slots.device), out_pages, pages, slots),
-        layout=cache.layout,
-        page_size=cache.page_size,
-        page_bytes=page_bytes,
-        out_page_size=out.page_size,
-        out_page_bytes=out_page_bytes,
-        scratch=scratch,
+        executor(slots.device), out_data, data, slots, pages=pages, out_pages=out_pages, scratch=scratch
     )
     return out
 
 
 def _checked(
     function: str, cache: PagedKV, name: str = "cache", like: Tensor | None = None
-) -> tuple[TensorChecks, Tensor, int]:
-    """The checks of a call on the cache's device (or `like`'s), its pages, and the bytes from one to the next."""
+) -> tuple[TensorChecks, Tensor, Pages]:
+    """The checks of a call on the cache's device (or `like`'s), the layer's share of its data, and its pages there."""
     if cache.layout.read_as not in KERNEL_LAYOUTS:
         names = ", ".join(layout.name for layout in KERNEL_LAYOUTS)
         raise ValueError(f"{function}: {name}.layout must be one of {names}, got {cache.layout}")
@@ -131,4 +118,4 @@ def _checked(
         )
     if cache.layout.has_tensor_scale:
         check(f"{name}.scale", cache.tensor_scale, (1,), FLOAT32)
-    return check, data, stride
+    return check, data, Pages(cache.layout, cache.page_size, 0, data.shape[0], stride)

@@ -90,7 +90,7 @@ def build_v4_metadata(
     check = TensorChecks("build_v4_metadata", batch.seq_lens)
     if not spec.windowed or not has_v4_kernel(spec):
         raise check.fail(
-            "spec must have a window, at most one compress ratio whose layers select and beside it one more, "
+            "spec must have a window, and no compress ratio or V4's 4 and beside it at most one more, "
             f"got {spec.name} ({spec.window}, {spec.compress_ratios})"
         )
     batch, tables = _checked_step(check, spec, batch, tables)
@@ -106,9 +106,7 @@ def build_v4_metadata(
         fields[key] = getattr(out if ratio is None else out.compressed[ratio], field)
         name = field if ratio is None else f"compressed[{ratio}].{field}"
         check(f"out.{name}", fields[key], output.shape, (output.dtype,))
-    arrays = batch.req_pool_indices, batch.seq_lens, batch.extend_lens, batch.out_cache_loc
-    arrays += tables.req_to_token, tables.full_to_swa
-    v4_kernels.v4_metadata(executor(device), constants, *arrays, tokens=tokens, out=fields)
+    v4_kernels.v4_metadata(executor(device), constants, batch, tables, tokens=tokens, out=fields)
     return out
 
 
@@ -163,8 +161,7 @@ def build_v32_metadata(
     fields, expansion = {}, row_constants(batch.mode, batch.num_draft_tokens)
     for name, output in v32_kernels.v32_outputs(spec, expansion, ragged, requests, rows, tokens).items():
         fields[name] = check(f"out.{name}", getattr(out, name), output.shape, (output.dtype,))
-    arrays = batch.req_pool_indices, batch.seq_lens, batch.extend_lens, batch.out_cache_loc, tables.req_to_token
-    v32_kernels.v32_metadata(executor(device), spec, expansion, *arrays, tokens=tokens, out=fields)
+    v32_kernels.v32_metadata(executor(device), spec, expansion, batch, tables, tokens=tokens, out=fields)
     return out
 
 

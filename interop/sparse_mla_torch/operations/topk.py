@@ -8,10 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.indices.topk import triton as kernels
 from jax_sparse_mla.indices.topk.api import check_topk
-from jax_sparse_mla.indices.topk.kernels import topk_binary
+from jax_sparse_mla.indices.topk.route import TOPK_BACKENDS
+from jax_sparse_mla.launch import build
 from sparse_mla_torch.launch.executor import executor
 from sparse_mla_torch.operations.checks import TensorChecks
 
@@ -129,4 +131,7 @@ def _topk(
 
 @functools.cache
 def _cuda_module(device: torch.device):
-    return topk_binary(torch.cuda.get_device_capability(device))() if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    engine, info = TOPK_BACKENDS["cuda"], DeviceInfo("cuda", torch.cuda.get_device_capability(device))
+    return None if engine.missing("topk", "torch", info) else build.module(*engine.binary("topk", info))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.hopper.decode_plan import sooner_than_prefill
 from jax_sparse_mla.attention.machine import override_of
 from sparse_mla_torch import flash_mla
@@ -22,7 +21,7 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """`(out, lse)` of `flash_mla_sparse_fwd`, lse in natural units; None where a prefill kernel is to serve."""
     device = device_info(q.device)
-    if BACKENDS["hopper"].wrong_device(device) or missing("hopper", "decode"):
+    if missing("hopper", "decode", device):
         return None
     if not sooner_than_prefill(*q.shape[:2], indices.shape[-1], sm_count=device.sm_count):
         return None

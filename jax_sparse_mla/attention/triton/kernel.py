@@ -267,7 +267,7 @@ def sparse_mla_kernel(
 
     if KIND == ONE_SCALE:
         scale, extra_scale = tl.load(scale), tl.load(extra_scale)
-    # Of two loops the first is the extra cache's, usually the longer one. With loop-invariant code motion ptxas spills
+    # The first of two loops is the extra cache's, usually the longer one. With loop-invariant code motion ptxas spills
     # the second loop's wgmma addresses (seen in SASS), so it is off.
     for part in tl.static_range(1 if APART else 0, -1, -1):
         from_block, to_block = begin, end

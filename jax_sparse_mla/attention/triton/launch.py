@@ -61,7 +61,7 @@ def launches(
       ValueError: a tile with fewer keys than a block of FP4 rows may have.
     """
     layout, rows, heads, tables, softmax_scale, has_sink = shape
-    # What is absent has the first cache's pages: the kernel divides by its page size.
+    # A cache that is absent has the first one's pages: the kernel divides by its page size.
     first, second = (*tables, tables[0]._replace(topk=0, rows_per_length=0, num_slots=0))[:2]
     columns = first.topk, second.topk
     if tile is None:

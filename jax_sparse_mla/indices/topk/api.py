@@ -89,7 +89,7 @@ def _topk(logits, lengths, topk, page_size=1, *, backend, **optional):
     if optional.get("row_to_request") is not None:
         of_rows["page_table"] = P()  # any row may ask for any request's
     rule = PartitionRule((P("rows"), P("rows"), of_rows), P("rows"))
-    return dispatch(kernel, plain, logits, lengths, optional, shares=rule)
+    return dispatch(kernel, plain, logits, lengths, optional, rule=rule)
 
 
 def topk_reference(logits, lengths, topk, page_size=1, *, row_starts=None, **tables):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.indices.topk.route import TOPK_BACKENDS
 from jax_sparse_mla.launch import build, tvm
 from jax_sparse_mla.launch.triton_call import executor
 
@@ -16,11 +17,6 @@ def topk_triton(logits: jax.Array, lengths: jax.Array, *, topk: int, row_starts=
 
     transform = kernels.Transform(**tables)
     return kernels.topk(executor(), logits, lengths, topk=topk, row_starts=row_starts, transform=transform)
-
-
-def topk_binary(capability: tuple[int, int]) -> build.Binary:
-    """The CUDA kernel for a GPU; it is compiled for any architecture from SM80 on."""
-    return build.Binary("topk", build.arch_of(capability))
 
 
 def topk_cuda(
@@ -34,4 +30,5 @@ def topk_cuda(
         operands += [] if x is None else [x]
     arguments += [page_size, tvm.Buffer(len(operands))]
     out = jax.ShapeDtypeStruct((logits.shape[0], topk), jnp.int32)
-    return tvm.call(topk_binary(DeviceInfo.current().compute_capability), "topk", arguments, [out], *operands)[0]
+    kernel = build.Binary(*TOPK_BACKENDS["cuda"].binary("topk", DeviceInfo.current()))
+    return tvm.call(kernel, "topk", arguments, [out], *operands)[0]

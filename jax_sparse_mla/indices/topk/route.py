@@ -53,7 +53,7 @@ _RECORDS = (
         devices=(SM80_AND_UP,),
         device_names="SM80 and up",
         needs=(TVM_FFI,),
-        unready="jax_sparse_mla.indices.topk.route:cuda_unready",
+        binaries={"topk": ("topk", None)},
     ),
     Engine(
         name="triton",
@@ -80,18 +80,10 @@ _RECORDS = (
 TOPK_BACKENDS: dict[str, Engine] = {engine.name: engine for engine in _RECORDS}
 
 
-def cuda_unready(phase: str, framework: str) -> str | None:
-    """Why the CUDA kernel cannot be launched here although its packages are found; it is built if need be."""
-    from jax_sparse_mla.indices.topk.kernels import topk_binary
-
-    return shared.KERNEL_UNUSABLE if topk_binary(DeviceInfo.current().compute_capability)() is None else None
-
-
 def missing() -> dict[str, str]:
     """The engines that cannot be used in this process, and why."""
-    reasons = {}
-    for name, engine in TOPK_BACKENDS.items():  # the device first: what follows may build a kernel
-        reasons[name] = engine.wrong_device(DeviceInfo.current()) or engine.missing("topk", "jax")
+    device = DeviceInfo.current()
+    reasons = {name: engine.missing("topk", "jax", device) for name, engine in TOPK_BACKENDS.items()}
     return {name: why for name, why in reasons.items() if why}
 
 

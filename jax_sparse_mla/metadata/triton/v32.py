@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from jax_sparse_mla.launch.describe import Executor, Launch, Output
+from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables
 from jax_sparse_mla.metadata.triton.schedules import count_at_most
 from jax_sparse_mla.metadata.triton.v4 import batch_bounds, locate_row, request_lens
 from jax_sparse_mla.metadata.triton.window import divide, request_options, take_2d
@@ -209,39 +210,37 @@ def v32_metadata(
     execute: Executor,
     spec: ModelSpec,
     mode: dict[str, int],
-    req_pool_indices,
-    seq_lens,
-    extend_lens,  # None unless ROWS_EACH is 0
-    out_cache_loc,
-    req_to_token,
+    batch: ForwardBatch,
+    tables: RequestTables,
     *,
     tokens: int,
     out: dict[str, Any],
 ) -> None:
     """Writes the arrays of a V3.2 step's metadata; `out` has a tensor for each of `v32_outputs`."""
-    requests, rows = seq_lens.shape[0], out_cache_loc.shape[0]
+    seq_lens, extend_lens, req_to_token = batch.seq_lens, batch.extend_lens, tables.req_to_token
+    requests, rows = seq_lens.shape[0], batch.out_cache_loc.shape[0]
     outputs = v32_outputs(spec, mode, "kv_slots" in out, requests, rows, tokens)
     absent = seq_lens if extend_lens is None else None  # neither read nor written
-    lens, sums, tables = outputs["cache_seqlens"], outputs["cu_seqlens_k"], req_to_token.shape
+    lens, sums, table = outputs["cache_seqlens"], outputs["cu_seqlens_k"], req_to_token.shape
     starts = Launch(
         *(request_starts_kernel, "request_starts", (1,), (requests,), (lens, sums, sums)),
         {**mode, **request_options(requests)},
     )
-    by_request = (req_pool_indices, seq_lens, seq_lens if extend_lens is None else extend_lens)
+    by_request = (batch.req_pool_indices, seq_lens, seq_lens if extend_lens is None else extend_lens)
     bounds = execute(starts, by_request[1:], (out["cache_seqlens"], out["cu_seqlens_k"], absent))
     cache_seqlens, cu_seqlens_k, row_starts = bounds
 
     constants = v32_constants(spec, mode, requests, tokens)
     pages = requests * triton.cdiv(constants["NUM_PAGES"], constants["PAGES"])
-    grid, sizes = (1 + triton.cdiv(rows + 1, constants["ROWS"]) + pages,), (requests, rows, tokens, *tables)
+    grid, sizes = (1 + triton.cdiv(rows + 1, constants["ROWS"]) + pages,), (requests, rows, tokens, *table)
     written = [outputs.get(name) for name in _FIELDS]
     launch = Launch(v32_metadata_kernel, "v32_metadata", grid, sizes, written, constants)
-    inputs = (*by_request, row_starts, cache_seqlens, cu_seqlens_k, out_cache_loc, req_to_token)
+    inputs = (*by_request, row_starts, cache_seqlens, cu_seqlens_k, batch.out_cache_loc, req_to_token)
     execute(launch, inputs, [out.get(name) for name in _FIELDS])
 
     capacity = requests * tokens
     if "kv_slots" in out and capacity:
-        grid, sizes = (triton.cdiv(capacity, SLOTS_OPTIONS["COLUMNS"]),), (requests, *tables, capacity)
+        grid, sizes = (triton.cdiv(capacity, SLOTS_OPTIONS["COLUMNS"]),), (requests, *table, capacity)
         constants = {"SEARCH_STEPS": requests.bit_length(), **SLOTS_OPTIONS}
         slots = Launch(kv_slots_kernel, "kv_slots", grid, sizes, (outputs["kv_slots"],), constants)
-        execute(slots, (req_pool_indices, cu_seqlens_k, req_to_token), (out["kv_slots"],))
+        execute(slots, (batch.req_pool_indices, cu_seqlens_k, req_to_token), (out["kv_slots"],))

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from jax_sparse_mla.launch.describe import Executor, Launch, Output
+from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables
 from jax_sparse_mla.metadata.triton.schedules import count_at_most
 from jax_sparse_mla.metadata.triton.window import divide, request_options, take, take_2d, window_slots
 from jax_sparse_mla.models import ModelSpec
@@ -301,17 +302,14 @@ def v4_metadata_kernel(
 def v4_metadata(
     execute: Executor,
     constants: dict[str, Any],
-    req_pool_indices,
-    seq_lens,
-    extend_lens,  # None unless ROWS_EACH is 0
-    out_cache_loc,
-    req_to_token,
-    full_to_swa,
+    batch: ForwardBatch,
+    tables: RequestTables,
     *,
     tokens: int,
     out: dict[Name, Any] | None = None,
 ) -> dict[Name, Any]:
     """The arrays of a V4 step's metadata; constants as `v4_constants`, `tokens` those that the page table covers."""
+    seq_lens, extend_lens, out_cache_loc = batch.seq_lens, batch.extend_lens, batch.out_cache_loc
     requests, rows = seq_lens.shape[0], out_cache_loc.shape[0]
     outputs = v4_outputs(constants, requests, rows)
     starts = seq_lens  # not read, like extend_lens
@@ -319,10 +317,11 @@ def v4_metadata(
         each = (Output((requests + 1,), "int32"),)
         row_starts = Launch(row_starts_kernel, "row_starts", (1,), (requests,), each, request_options(requests))
         starts = execute(row_starts, (extend_lens,))[0]
-    sizes = (requests, rows, tokens, *req_to_token.shape, full_to_swa.shape[0])
+    sizes = (requests, rows, tokens, *tables.req_to_token.shape, tables.full_to_swa.shape[0])
     absent = [None] * (_MOST_OUTPUTS - len(outputs))
     grid = rows + 1, 1 + triton.cdiv(constants["NUM_PAGES"], constants["PAGES"])
     launch = Launch(v4_metadata_kernel, "v4_metadata", grid, sizes, [*outputs.values(), *absent], constants)
-    by_request = req_pool_indices, seq_lens, seq_lens if extend_lens is None else extend_lens, starts
+    by_request = batch.req_pool_indices, seq_lens, seq_lens if extend_lens is None else extend_lens, starts
     buffers = None if out is None else [*(out[name] for name in outputs), *absent]
-    return dict(zip(outputs, execute(launch, (*by_request, out_cache_loc, req_to_token, full_to_swa), buffers)))
+    arrays = *by_request, out_cache_loc, tables.req_to_token, tables.full_to_swa
+    return dict(zip(outputs, execute(launch, arrays, buffers)))

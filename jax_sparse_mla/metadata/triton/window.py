@@ -21,11 +21,6 @@ def request_options(num_requests: int) -> dict[str, int]:
     return {"REQUESTS": block, "CHUNKS": triton.cdiv(num_requests + 1, block), "num_warps": 4}
 
 
-def swa_constants(window: int) -> dict[str, int]:
-    """Constants of `swa_slots_kernel`."""
-    return {"WINDOW": window, "BLOCK": triton.next_power_of_2(window), "num_warps": 4}
-
-
 # ---- look-ups: -1 where an index is outside its table, or the entry negative ----
 
 
@@ -140,7 +135,7 @@ def gather_slots_kernel(
 
 def swa_slots(execute: Executor, positions, req_rows, req_to_token, full_to_swa, *, window: int, out=None) -> Any:
     """As `jax_sparse_mla.swa_slots`."""
-    rows, constants = positions.shape[0], swa_constants(window)
+    rows, constants = positions.shape[0], {"WINDOW": window, "BLOCK": triton.next_power_of_2(window), "num_warps": 4}
     sizes, outputs = (*req_to_token.shape, full_to_swa.shape[0]), (Output((rows, window), "int32"),)
     launch = Launch(swa_slots_kernel, "swa_slots", (rows,), sizes, outputs, constants)
     return execute(launch, (positions, req_rows, req_to_token, full_to_swa), (out,))[0]

@@ -1,4 +1,4 @@
-"""Sparse MLA prefill for SM90 in Pallas Mosaic GPU: a persistent kernel, explained in docs/*/kernels-prefill.md.
+"""Sparse MLA prefill for SM90 in Pallas Mosaic GPU: a persistent kernel (docs/internals/kernels-prefill.md).
 
 A thread block takes work items one after the other; an item is 64 heads of a query token. It goes through the token's
 keys in pairs of blocks of 64. Two warpgroups are consumers: warpgroup 0 scores block 0 and owns the left half of the
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -30,11 +29,25 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf
 
 from jax_sparse_mla.attention.hopper.prefill import ptx, tiles
-from jax_sparse_mla.attention.hopper.prefill.tiles import BY_COLUMN, BY_ROW, FRAGMENT, SPLAT, TILED, inline, scalar
+from jax_sparse_mla.attention.hopper.prefill.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    FRAGMENT,
+    LEAST,
+    LN_2,
+    LOG2_E,
+    REF,
+    SLACK,
+    SPLAT,
+    TILED,
+    TILES,
+    inline,
+    scalar,
+)
+from jax_sparse_mla.attention.index_table import V_DIM
 
-V_DIM = 512
-HEADS = 64  # of a work item: the rows of a wgmma
-BLOCK = 64  # keys that one warpgroup scores at a time
+HEADS = tiles.ROWS  # of a work item
+BLOCK = tiles.ROWS  # keys that one warpgroup scores at a time
 PAIR = 2 * BLOCK
 HALF = V_DIM // 2  # columns of the output that one warpgroup owns
 _TAIL = 64  # columns that are no part of V
@@ -45,13 +58,6 @@ _SCORED_BARRIER = 6  # a named barrier; Mosaic's own are 0 to 4
 _PRODUCER_REGISTERS = 72
 _CONSUMER_REGISTERS = 216
 
-_LOG2_E = math.log2(math.e)
-_LN_2 = math.log(2)
-_LEAST = -1e30  # the first reference: finite, so that exp2(−inf − reference) is 0
-_SLACK = 8.0  # how far above the reference a score may be, in powers of two
-
-_REF = plgpu.RefType()
-_TILES = plgpu.RefType(TILED)
 _ROW_NUMBERS = tiles.per_thread_layout(2 * tiles.ROWS_PER_THREAD)  # of both blocks of a pair
 
 
@@ -116,7 +122,7 @@ def _half_barrier(kind: Barrier, block: int, half: int) -> int:
 
 
 def _init_barriers(shared: Shared) -> None:
-    @inline(_REF)
+    @inline(REF)
     def emit(ctx, barriers):
         ptx.barriers_init(barriers, _ARRIVALS)
 
@@ -126,7 +132,7 @@ def _init_barriers(shared: Shared) -> None:
 def _wait(shared: Shared, barrier: int, phase: jax.Array, *, for_wgmma: bool = False) -> None:
     """Waits until phase number `phase` has completed; `for_wgmma` where wgmma then reads what was written before."""
 
-    @inline(_REF, SPLAT)
+    @inline(REF, SPLAT)
     def emit(ctx, barriers, phase):
         ptx.barrier_wait(barriers, barrier, scalar(phase))
         if for_wgmma:
@@ -136,7 +142,7 @@ def _wait(shared: Shared, barrier: int, phase: jax.Array, *, for_wgmma: bool = F
 
 
 def _arrive(shared: Shared, barrier: int, *, for_wgmma: bool = False) -> None:
-    @inline(_REF)
+    @inline(REF)
     def emit(ctx, barriers):
         if for_wgmma:
             ptx.fence_async_proxy()
@@ -151,7 +157,7 @@ def _arrive(shared: Shared, barrier: int, *, for_wgmma: bool = False) -> None:
 def _gather_queries(q_ref, shared: Shared, t, first_head, item) -> None:
     """Copies 64 heads of a token; heads that q does not have become zero."""
 
-    @inline(_REF, _TILES, _REF, SPLAT, SPLAT, SPLAT)
+    @inline(REF, TILES, REF, SPLAT, SPLAT, SPLAT)
     def emit(ctx, q, queries, barriers, t, first_head, item):
         _, heads, columns = ir.MemRefType(q.type).shape
         rows, sources = [], []
@@ -169,25 +175,10 @@ def _gather_queries(q_ref, shared: Shared, t, first_head, item) -> None:
     emit(q_ref, shared.queries, shared.barriers, t, first_head, item)
 
 
-def _row_numbers(indices_ref, t, first_column, limit, kv_len: int) -> jax.Array:
-    """The rows of kv that the calling thread copies for a pair of blocks; −1 where there is no key."""
-
-    @inline(_REF, SPLAT, SPLAT, SPLAT, returns=plgpu.ShapeDtypeStruct(_ROW_NUMBERS.args[0], jnp.int32, _ROW_NUMBERS))
-    def emit(ctx, indices, t, first_column, limit):
-        rows = []
-        for block in range(2):
-            for row in tiles.thread_rows():
-                column = arith.addi(arith.addi(scalar(first_column), row), ptx.i32(BLOCK * block))
-                rows.append(tiles.load_index(indices, scalar(t), column, scalar(limit), kv_len))
-        return tiles.per_thread(rows)
-
-    return emit(indices_ref, t, first_column, limit)
-
-
 def _gather_pair(row_numbers, kv_ref, shared: Shared, pair) -> None:
     """Starts the copies of a pair of blocks, half by half in the order in which the consumers release them."""
 
-    @inline(_ROW_NUMBERS, _REF, *(_TILES,) * 4, _REF, _REF, SPLAT)
+    @inline(_ROW_NUMBERS, REF, *(TILES,) * 4, REF, REF, SPLAT)
     def emit(ctx, row_numbers, kv, *refs):
         keys_0, keys_1, tail_0, tail_1, valid, barriers, pair = refs
         rows = tiles.from_per_thread(row_numbers)
@@ -233,7 +224,7 @@ def _scores(block: int, shared: Shared, pair) -> jax.Array:
     """q · k of a block. The half that is released first is scored first."""
     qk_dim = shared.queries.shape[1]
 
-    @inline(*(_TILES,) * 3, _REF, SPLAT, returns=_fragment_type(BLOCK))
+    @inline(*(TILES,) * 3, REF, SPLAT, returns=_fragment_type(BLOCK))
     def emit(ctx, queries, keys, tail, barriers, pair):
         queries = ptx.wgmma_descriptor(queries, 0, tiles.row_stride(qk_dim))
         keys = ptx.wgmma_descriptor(keys, 0, tiles.row_stride(V_DIM))
@@ -281,7 +272,7 @@ def _tile_steps(tile: int) -> list[int]:
 def _multiply(acc, weights, shared: Shared, block: int, half: int) -> jax.Array:
     """Starts acc + weights @ V of a block and leaves it in flight; None takes the weights in shared memory."""
 
-    @inline(FRAGMENT, *([] if weights is None else [FRAGMENT]), _TILES, _TILES, returns=_fragment_type(HALF))
+    @inline(FRAGMENT, *([] if weights is None else [FRAGMENT]), TILES, TILES, returns=_fragment_type(HALF))
     def emit(ctx, acc, *operands):
         *registers, shared_weights, keys = operands
         values = ptx.wgmma_descriptor(keys, tiles.TILE_BYTES, tiles.row_stride(V_DIM))
@@ -340,7 +331,7 @@ def _masked_scores(block: int, shared: Shared, pair, last_pair, scale: float) ->
 
 
 def _raised(reference: jax.Array, maximum: jax.Array) -> jax.Array:
-    return jnp.where(maximum > reference + _SLACK, maximum, reference)
+    return jnp.where(maximum > reference + SLACK, maximum, reference)
 
 
 def _rescaled(acc: jax.Array, factor: jax.Array) -> jax.Array:
@@ -375,7 +366,7 @@ class State(NamedTuple):
             return plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), BY_ROW)
 
         acc = plgpu.layout_cast(jnp.zeros((HEADS, HALF), jnp.float32), FRAGMENT)
-        return cls(acc, by_row(_LEAST), by_row(0.0), by_row(-jnp.inf))
+        return cls(acc, by_row(LEAST), by_row(0.0), by_row(-jnp.inf))
 
 
 def _left_step(shared: Shared, scale: float, last_pair, pair, state: State) -> State:
@@ -430,7 +421,7 @@ def _right_step(shared: Shared, scale: float, last_pair, pair, state: State) -> 
 def _write_results(half: int, refs, shared: Shared, item: Item, state: State) -> None:
     """Writes the half of `out` that this warpgroup owns; warpgroup 0 writes the statistics too."""
     out_ref, max_ref, lse_ref, sink_ref = refs
-    sinks = None if sink_ref is None else _load_sinks(sink_ref, item.first_head) * _LOG2_E
+    sinks = None if sink_ref is None else _load_sinks(sink_ref, item.first_head) * LOG2_E
     shared.sums[half] = state.total
     if half == 1:
         shared.maximum[0] = state.maximum
@@ -442,13 +433,13 @@ def _write_results(half: int, refs, shared: Shared, item: Item, state: State) ->
     _store_output(out_ref, (state.acc * _spread(share, state.acc)).astype(jnp.bfloat16), item, half)
     if half == 0:
         maximum = jnp.maximum(state.maximum, _load(shared.maximum, 0, BY_ROW))
-        _store_statistic(max_ref, maximum * _LN_2, item)
-        lse = (state.reference + jnp.log2(total)) * _LN_2
+        _store_statistic(max_ref, maximum * LN_2, item)
+        lse = (state.reference + jnp.log2(total)) * LN_2
         _store_statistic(lse_ref, jnp.where(total == 0.0, -jnp.inf, lse), item)
 
 
 def _store_output(out_ref, out, item: Item, half: int) -> None:
-    @inline(_REF, FRAGMENT, SPLAT, SPLAT)
+    @inline(REF, FRAGMENT, SPLAT, SPLAT)
     def emit(ctx, out_ref, out, t, first_head):
         tiles.store_columns(out_ref, out, scalar(t), scalar(first_head), half * HALF)
 
@@ -456,7 +447,7 @@ def _store_output(out_ref, out, item: Item, half: int) -> None:
 
 
 def _store_statistic(ref, x, item: Item) -> None:
-    @inline(_REF, BY_ROW, SPLAT, SPLAT)
+    @inline(REF, BY_ROW, SPLAT, SPLAT)
     def emit(ctx, ref, x, t, first_head):
         tiles.store_by_row(ref, x, scalar(t), scalar(first_head))
 
@@ -464,7 +455,7 @@ def _store_statistic(ref, x, item: Item) -> None:
 
 
 def _load_sinks(sink_ref, first_head) -> jax.Array:
-    @inline(_REF, SPLAT, returns=plgpu.ShapeDtypeStruct((HEADS,), jnp.float32, BY_ROW))
+    @inline(REF, SPLAT, returns=plgpu.ShapeDtypeStruct((HEADS,), jnp.float32, BY_ROW))
     def emit(ctx, ref, first_head):
         return tiles.load_by_row(ref, scalar(first_head))
 
@@ -494,7 +485,9 @@ def _for_each_item(work, length_ref, *, tokens: int, heads: int, topk: int, bloc
 
 def _produce(q_ref, kv_ref, indices_ref, shared: Shared, item: Item) -> None:
     _gather_queries(q_ref, shared, item.t, item.first_head, item.number)
-    row_numbers = functools.partial(_row_numbers, indices_ref, item.t, limit=item.limit, kv_len=kv_ref.shape[0])
+    row_numbers = functools.partial(
+        tiles.row_numbers, indices_ref, item.t, limit=item.limit, kv_len=kv_ref.shape[0], blocks=2
+    )
 
     def step(pair, rows):
         following = row_numbers((pair + 1 - item.first_pair) * PAIR)
@@ -519,7 +512,7 @@ def sparse_prefill(
     attn_sink: jax.Array | None,  # float32 [heads]
     *,
     softmax_scale: float,
-    sm_count: int = 132,
+    sm_count: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[tokens, heads, 512]`, max_logits and lse float32 `[tokens, heads]`; no dimension is 0."""
     (tokens, heads, qk_dim), topk = q.shape, indices.shape[1]
@@ -538,7 +531,7 @@ def sparse_prefill(
             @pl.when(role == half)
             def _consumer(half=half):
                 plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-                each(functools.partial(_consume, half, out_refs, shared, softmax_scale * _LOG2_E))
+                each(functools.partial(_consume, half, out_refs, shared, softmax_scale * LOG2_E))
 
         @pl.when(role == 2)
         def _producer():

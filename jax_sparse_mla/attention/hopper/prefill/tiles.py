@@ -10,8 +10,11 @@ these, and of every eight columns the two from 2 (lane mod 4) on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
@@ -21,13 +24,19 @@ from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
 from jax_sparse_mla.attention.hopper.prefill import ptx
 
-ROWS = 64  # a block of keys, or the heads of a work item
+ROWS = 64  # of a wgmma: a block of keys, or the heads of a work item
 TILE_COLUMNS = 64
 TILE_BYTES = 1024
 ROWS_PER_THREAD = 4
 _ROW_STEP = 16  # between the rows of one thread
 
+LOG2_E, LN_2 = math.log2(math.e), math.log(2)
+LEAST = -1e30  # the first reference: finite, so that exp2(−inf − reference) is 0
+SLACK = 8.0  # how far above the reference a score may be, in powers of two
+
 TILED = (plgpu.TilingTransform((8, TILE_COLUMNS)), plgpu.SwizzleTransform(128))
+REF = plgpu.RefType()
+TILES = plgpu.RefType(TILED)
 FRAGMENT = plgpu.Layout.WGMMA
 SPLAT = plgpu.Layout.WG_SPLAT
 BY_ROW = FRAGMENT.reduce(1)  # a number for each row of a fragment
@@ -117,6 +126,22 @@ def load_index(indices: ir.Value, t: ir.Value, column: ir.Value, limit: ir.Value
     with ir.InsertionPoint(entry.else_block):
         scf.yield_([ptx.i32(-1)])
     return entry.result
+
+
+def row_numbers(indices_ref, t, first_column, limit, *, kv_len: int, blocks: int) -> jax.Array:
+    """The rows of kv that the calling thread copies for so many blocks of keys; −1 where there is no key."""
+    layout = per_thread_layout(blocks * ROWS_PER_THREAD)
+
+    @inline(REF, SPLAT, SPLAT, SPLAT, returns=plgpu.ShapeDtypeStruct(layout.args[0], jnp.int32, layout))
+    def emit(ctx, indices, t, first_column, limit):
+        rows = []
+        for block in range(blocks):
+            for row in thread_rows():
+                column = arith.addi(arith.addi(scalar(first_column), row), ptx.i32(ROWS * block))
+                rows.append(load_index(indices, scalar(t), column, scalar(limit), kv_len))
+        return per_thread(rows)
+
+    return emit(indices_ref, t, first_column, limit)
 
 
 def per_thread(values: Sequence[ir.Value]) -> fa.FragmentedArray:

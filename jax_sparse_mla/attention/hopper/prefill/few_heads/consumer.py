@@ -16,8 +16,6 @@ from jaxlib.mlir.dialects import arith, memref, scf
 from jax_sparse_mla.attention.hopper.prefill import ptx, tiles
 from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
     BLOCK,
-    LOG2_E,
-    REF,
     SHARED_TYPES,
     SLICE,
     V_SLICES,
@@ -29,13 +27,10 @@ from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
     thread_heads,
     warp_and_lane,
 )
-from jax_sparse_mla.attention.hopper.prefill.tiles import SPLAT, inline, scalar
+from jax_sparse_mla.attention.hopper.prefill.tiles import LEAST, LN_2, LOG2_E, REF, SLACK, SPLAT, inline, scalar
 
-_LN_2 = math.log(2)
-_LEAST = -1e30  # the first reference: finite, so that exp2(−inf − reference) is 0
 _SCORE_SUMS = 2  # of a score
 _SLICES_AT_ONCE = 2  # of the output
-_SLACK = 8.0  # how far above the reference a score may be, in powers of two
 
 
 class _State(NamedTuple):
@@ -65,7 +60,7 @@ def _initial(shape: Shape) -> jax.Array:
     @inline(returns=shape.state_type)
     def emit(ctx):
         zeros, n = _f32(0.0), shape.per_thread
-        state = _State([[zeros] * shape.sums] * V_SLICES, [_f32(_LEAST)] * n, [zeros] * n, [_f32(-math.inf)] * n)
+        state = _State([[zeros] * shape.sums] * V_SLICES, [_f32(LEAST)] * n, [zeros] * n, [_f32(-math.inf)] * n)
         return tiles.per_thread_floats(state.packed())
 
     return emit()
@@ -158,7 +153,7 @@ def _weigh(team: Team, block: ir.Value, scores: list[ir.Value], state: _State) -
     over = ptx.i32(0)
     for i, x in enumerate(block_maximum):
         largest[i] = arith.maximumf(largest[i], x)
-        above = arith.cmpf(arith.CmpFPredicate.OGT, x, arith.addf(state.reference[i], _f32(_SLACK)))
+        above = arith.cmpf(arith.CmpFPredicate.OGT, x, arith.addf(state.reference[i], _f32(SLACK)))
         over = arith.ori(over, arith.extui(ptx.i32_type(), above))
 
     def weights(reference: list[ir.Value]) -> list[ir.Value]:
@@ -178,7 +173,7 @@ def _weigh(team: Team, block: ir.Value, scores: list[ir.Value], state: _State) -
         highest = team.over_warps(block_maximum, arith.maximumf)
         reference, factors = [], []
         for old, new in zip(state.reference, highest):
-            above = arith.cmpf(arith.CmpFPredicate.OGT, new, arith.addf(old, _f32(_SLACK)))
+            above = arith.cmpf(arith.CmpFPredicate.OGT, new, arith.addf(old, _f32(SLACK)))
             reference.append(arith.select(above, new, old))
             factors.append(ptx.exp2(arith.subf(old, reference[-1])))
         sums_again = weights(reference)
@@ -266,8 +261,8 @@ def _write_results(shape: Shape, refs, shared: Shared, team, item: Item, state: 
             exists = arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))
             with mgpu_utils.when(arith.andi(writes, exists)):
                 position = [ptx.index(t), ptx.index(head)]
-                memref.store(arith.mulf(maximum[i], _f32(_LN_2)), max_logits, position)
-                value = arith.mulf(arith.addf(state.reference[i], ptx.log2(total[i])), _f32(_LN_2))
+                memref.store(arith.mulf(maximum[i], _f32(LN_2)), max_logits, position)
+                value = arith.mulf(arith.addf(state.reference[i], ptx.log2(total[i])), _f32(LN_2))
                 memref.store(arith.select(empty[i], _f32(-math.inf), value), lse, position)
 
     emit(out_ref, max_ref, lse_ref, *sink_refs, *shared, team, item.t, state)

@@ -26,7 +26,6 @@ from jax_sparse_mla.attention.hopper.prefill.few_heads.consumer import consume
 from jax_sparse_mla.attention.hopper.prefill.few_heads.producer import produce
 from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
     BLOCK,
-    LOG2_E,
     MOST_HEADS,
     TEAMS,
     Item,
@@ -36,6 +35,7 @@ from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
     scratch,
 )
 from jax_sparse_mla.attention.hopper.prefill.kernel import launched
+from jax_sparse_mla.attention.hopper.prefill.tiles import LOG2_E
 
 
 def _for_each_item(work, team, length_ref, *, tokens: int, topk: int, blocks: int) -> None:
@@ -63,7 +63,7 @@ def serves(heads: int, qk_dim: int) -> bool:
     return heads <= MOST_HEADS and _shape(heads, qk_dim).fits
 
 
-def sparse_prefill_few_heads(q, kv, indices, topk_length, attn_sink, *, softmax_scale: float, sm_count: int = 132):
+def sparse_prefill_few_heads(q, kv, indices, topk_length, attn_sink, *, softmax_scale: float, sm_count: int):
     """`kernel.sparse_prefill` for as few heads as this kernel `serves`."""
     (tokens, heads, qk_dim), topk = q.shape, indices.shape[1]
     shape = _shape(heads, qk_dim)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from jax_sparse_mla.attention.hopper.prefill import ptx, tiles
 from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
     BLOCK,
-    REF,
     SHARED_TYPES,
     SLICE,
     Item,
@@ -21,7 +17,7 @@ from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
     Shared,
     Team,
 )
-from jax_sparse_mla.attention.hopper.prefill.tiles import SPLAT, inline, scalar
+from jax_sparse_mla.attention.hopper.prefill.tiles import REF, SPLAT, inline, scalar
 
 _ROW_NUMBERS = tiles.per_thread_layout(tiles.ROWS_PER_THREAD)  # of a block
 
@@ -50,19 +46,6 @@ def _gather_queries(shape: Shape, q_ref, shared: Shared, team, item: Item) -> No
         ptx.barrier_arrive_after_copies_at(team.barrier(shape.barriers.queries_full))
 
     emit(q_ref, *shared, team, item.t, item.number)
-
-
-def _row_numbers(indices_ref, t, first_column, limit, kv_len: int) -> jax.Array:
-    """The rows of kv that the calling thread copies for a block; −1 where there is no key."""
-
-    @inline(REF, SPLAT, SPLAT, SPLAT, returns=plgpu.ShapeDtypeStruct(_ROW_NUMBERS.args[0], jnp.int32, _ROW_NUMBERS))
-    def emit(ctx, indices, t, first_column, limit):
-        columns = [arith.addi(scalar(first_column), row) for row in tiles.thread_rows()]
-        return tiles.per_thread(
-            [tiles.load_index(indices, scalar(t), column, scalar(limit), kv_len) for column in columns]
-        )
-
-    return emit(indices_ref, t, first_column, limit)
 
 
 def _gather_block(shape: Shape, row_numbers, kv_ref, shared: Shared, team, block) -> None:
@@ -99,7 +82,8 @@ def produce(shape: Shape, q_ref, kv_ref, indices_ref, shared: Shared, team, item
     _gather_queries(shape, q_ref, shared, team, item)
 
     def row_numbers(block):
-        return _row_numbers(indices_ref, item.t, (block - item.first_block) * BLOCK, item.limit, kv_ref.shape[0])
+        first = (block - item.first_block) * BLOCK
+        return tiles.row_numbers(indices_ref, item.t, first, item.limit, kv_len=kv_ref.shape[0], blocks=1)
 
     def step(block, rows):
         following = row_numbers(block + 1)

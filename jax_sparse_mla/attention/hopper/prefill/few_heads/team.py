@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -15,24 +14,20 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from jax_sparse_mla.attention.hopper.prefill import ptx, tiles
-from jax_sparse_mla.attention.hopper.prefill.tiles import TILED, inline
+from jax_sparse_mla.attention.hopper.prefill.tiles import REF, TILED, TILES, inline
+from jax_sparse_mla.attention.index_table import V_DIM
 
 MOST_HEADS = 32
-V_DIM = 512
-BLOCK = 64  # keys: the rows of a wgmma
+BLOCK = tiles.ROWS  # keys
 TEAMS = 2
 SLICE = tiles.TILE_COLUMNS
 SLICE_BYTES = BLOCK * SLICE * 2
 V_SLICES = V_DIM // SLICE
 WARPS = 4  # of a warpgroup
-LOG2_E = math.log2(math.e)
 
 # That the arrays may take: 227 KiB less what Mosaic needs beside them. An H200 refused a launch of all 227.
 _SHARED_BYTES = 226 * 1024
 _FIRST_NAMED_BARRIER = 6  # two for each team, to synchronise and to reduce; Mosaic's own are 0 to 4
-
-REF = plgpu.RefType()
-TILES = plgpu.RefType(TILED)
 
 
 class Barriers(NamedTuple):
