@@ -98,7 +98,7 @@ def test_a_gradient_that_is_not_finite_shows(interpreted):
 
 def test_probabilities(interpreted, monkeypatch):
     """By the kernel and in plain JAX; their sum is the number of heads."""
-    monkeypatch.setattr(probabilities_module, "dispatch", lambda kernel, plain, *args, shares: kernel(*args))
+    monkeypatch.setattr(probabilities_module, "dispatch", lambda kernel, plain, *args, rule: kernel(*args))
     for name in ("V4", "V3.2, a second tile of heads"):
         given = prefill_arguments(CASES[name])
         sink = given.pop("attn_sink")

@@ -235,7 +235,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("heads, qk_dim", [(5, 576), (16, 576), (32, 512)])
     def test_both_kernels_agree(self, heads, qk_dim):
         arguments = random_arguments(tokens=200, heads=heads, qk_dim=qk_dim, topk=500)
-        assert_agree(call(arguments), call(arguments, sparse_prefill), "prefill")
+        assert_agree(call(arguments), call(arguments | {"sm_count": 132}, sparse_prefill), "prefill")
 
     @pytest.mark.parametrize("qk_dim", [512, 576])
     @pytest.mark.parametrize("heads", [16, 64])

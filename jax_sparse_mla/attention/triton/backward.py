@@ -114,10 +114,10 @@ def backward_kernel(
     if lengths is not None:
         span = tl.minimum(tl.maximum(tl.load(lengths + row), 0), topk)
 
-    lane = tl.arange(0, 2 * BLOCK_H)  # queries, then gradients
-    is_query = lane < BLOCK_H
-    exists = first_head + lane % BLOCK_H < num_heads
-    pair_head = row * num_heads + first_head + lane % BLOCK_H
+    pair_lane = tl.arange(0, 2 * BLOCK_H)  # queries, then gradients
+    is_query = pair_lane < BLOCK_H
+    exists = first_head + pair_lane % BLOCK_H < num_heads
+    pair_head = row * num_heads + first_head + pair_lane % BLOCK_H
     pair = tl.where(is_query, q + pair_head * QK_DIM, grad + pair_head * V_DIM)
     both, dqs = (), ()
     for i in tl.static_range(SEGMENTS):
