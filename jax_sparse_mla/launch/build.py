@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from jax_sparse_mla.launch import compile_cache
 from jax_sparse_mla.packages import why_not
 
-__all__ = ["KERNELS", "Binary", "arch_of", "binder", "folder", "library", "module", "source"]
+__all__ = ["KERNELS", "Binary", "arch_of", "binder", "carried", "folder", "libraries", "library", "module", "source"]
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -110,15 +111,27 @@ def _tvm_headers() -> list[str]:
     return sorted({libinfo.find_include_path(), libinfo.find_dlpack_include_path()})
 
 
+def libraries() -> list[compile_cache.Library]:
+    """All that a wheel carries: torch's launcher, what XLA calls the kernels through, and the kernels."""
+    launcher = importlib.import_module("sparse_mla_torch.launch").LIBRARY
+    return [launcher, binder(), *(library(name, arch) for name, archs in KERNELS.items() for arch in archs)]
+
+
+def carried() -> tuple[list[str], list[str]]:
+    """The names of the binaries in the package: those that are loaded, and those of other sources or machines."""
+    ready = {compile_cache.carried_path(each) for each in libraries()}
+    paths = sorted(folder().glob("*.so"))
+    return [path.stem for path in paths if path in ready], [path.stem for path in paths if path not in ready]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jax_sparse_mla.launch.build",
-        description="Compiles the CUDA kernels, and what XLA calls them through, into the package, so that a wheel "
-        "built from it carries them.",
+        description="Compiles the CUDA kernels, and what XLA and torch call them through, into the package, so that a "
+        "wheel built from it carries them. It needs nvcc, a C++ compiler, apache-tvm-ffi and torch.",
     )
     parser.parse_args()
-    libraries = [binder(), *(library(name, arch) for name, archs in KERNELS.items() for arch in archs)]
-    for each in libraries:
+    for each in libraries():
         for old in folder().glob(f"{each.name}-*.so"):
             old.unlink()
         print(compile_cache.compile_to(each, compile_cache.carried_path(each)))
