@@ -118,10 +118,10 @@ def libraries() -> list[compile_cache.Library]:
 
 
 def carried() -> tuple[list[str], list[str]]:
-    """The names of the binaries in the package: those that are loaded, and those of other sources or machines."""
-    ready = {compile_cache.carried_path(each) for each in libraries()}
-    paths = sorted(folder().glob("*.so"))
-    return [path.stem for path in paths if path in ready], [path.stem for path in paths if path not in ready]
+    """The binaries in the package: the libraries loaded from it, and the files of other sources or machines."""
+    paths = {compile_cache.carried_path(each): each.name for each in libraries()}
+    files = sorted(folder().glob("*.so"))
+    return [paths[path] for path in files if path in paths], [path.name for path in files if path not in paths]
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ import torch
 from jax_sparse_mla.launch import compile_cache
 from sparse_mla_torch.launch import LIBRARY
 
-# Versions whose compiled kernels take the parameters that `launch.py` passes. With others, Triton launches.
-_KNOWN_TRITON = ("3.6",)
+# Versions whose compiled kernels take the parameters that `executor.py` passes. With others, Triton launches.
+_KNOWN_TRITON = ("3.6.", "3.7.", "3.8.")
 
 _NAME = "sparse_mla_torch_launcher"  # of the module, as in launcher.c
 
