@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
+from jax_sparse_mla import __version__
+
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="jax-sparse-mla", description="Sparse MLA for DeepSeek-V3.2 and V4 in JAX")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="print the device, the backends, and what would serve each model")
     generate = commands.add_parser("generate", help="generate text with a DeepSeek-V3.2 or V4 model")

@@ -19,6 +19,7 @@ from jax_sparse_mla.cli.arguments import positive_int
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indices.topk import route as topk
 from jax_sparse_mla.kv_cache.layout import workspace_layout
+from jax_sparse_mla.launch import build
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32
 from jax_sparse_mla.packages import version
 
@@ -32,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     print(f"python     {platform.python_version()}, jax {jax.__version__}, jaxlib {version('jaxlib')}")
     print(f"device     {_describe(DeviceInfo.current())}")
+    carried, others = build.carried()
+    print(f"binaries   carried: {', '.join(carried) or 'none, compilers make them at the first use'}")
+    if others:
+        print(f"binaries   not used, made of other sources or for another machine: {', '.join(others)}")
     missing = {phase: machine.missing_for(phase) for phase in PHASES}
     for name, backend in BACKENDS.items():
         phases = [phase for phase in PHASES if backend.layouts is None or phase in backend.layouts]

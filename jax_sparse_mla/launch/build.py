@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import warnings
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,15 +104,27 @@ def _tvm_headers() -> list[str]:
     return sorted({libinfo.find_include_path(), libinfo.find_dlpack_include_path()})
 
 
+def libraries() -> list[compile_cache.Library]:
+    """All that a wheel carries: torch's launcher, what XLA calls the kernels through, and the kernels."""
+    launchers = [entry.load() for entry in entry_points(group="jax_sparse_mla.libraries")]
+    return [*launchers, binder(), *(library(name, arch) for name, archs in KERNELS.items() for arch in archs)]
+
+
+def carried() -> tuple[list[str], list[str]]:
+    """The binaries in the package: the libraries loaded from it, and the files of other sources or machines."""
+    paths = {compile_cache.carried_path(each): each.name for each in libraries()}
+    files = sorted(folder().glob("*.so"))
+    return [paths[path] for path in files if path in paths], [path.name for path in files if path not in paths]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jax_sparse_mla.launch.build",
-        description="Compiles the CUDA kernels, and what XLA calls them through, into the package, so that a wheel "
-        "built from it carries them.",
+        description="Compiles the CUDA kernels, and what XLA and torch call them through, into the package, so that a "
+        "wheel built from it carries them. It needs nvcc, a C++ compiler, apache-tvm-ffi and torch.",
     )
     parser.parse_args()
-    libraries = [binder(), *(library(name, arch) for name, archs in KERNELS.items() for arch in archs)]
-    for each in libraries:
+    for each in libraries():
         for old in folder().glob(f"{each.name}-*.so"):
             old.unlink()
         print(compile_cache.compile_to(each, compile_cache.carried_path(each)))

@@ -1,6 +1,9 @@
 """Where the CUDA kernels' binaries come from: the package, the user's cache, nvcc, or nowhere, with the reason."""
 
+import dataclasses
+
 import pytest
+import sparse_mla_torch.launch
 
 from jax_sparse_mla import packages
 from jax_sparse_mla.launch import build as cuda_build
@@ -83,17 +86,20 @@ def test_without_a_binary_a_warning_says_why(kernels, monkeypatch, tmp_path, rea
 
 
 def test_the_command_puts_all_that_a_wheel_carries_into_the_package(kernels, monkeypatch, tmp_path, capsys):
-    """What XLA calls the kernels through too: with a wheel's binaries no compiler is needed."""
+    """What XLA and torch call the kernels through too: with a wheel's binaries no compiler is needed."""
     add_compiler(monkeypatch, tmp_path)
     monkeypatch.setattr(cuda_build, "KERNELS", {"some": ("80", "90a")})
     (kernels.parent / "launch").mkdir()
     for name in ("tvm_bind.cc", "kernel_launch.h", "xla_call.h"):
         (kernels.parent / "launch" / name).touch()
+    launcher = dataclasses.replace(sparse_mla_torch.launch.LIBRARY, includes=list, carried=kernels)
+    monkeypatch.setattr(sparse_mla_torch.launch, "LIBRARY", launcher)
     monkeypatch.setattr("sys.argv", ["build"])
     (kernels / "some-sm80-of-before.so").touch()
     cuda_build.main()
     made = sorted(path.name for path in kernels.glob("*.so"))
-    assert [name.partition("-x")[0].partition("-a")[0] for name in made] == ["some-sm80", "some-sm90a", "tvm_bind"]
+    kinds = [name.partition("-x")[0].partition("-a")[0] for name in made]
+    assert kinds == ["launcher", "some-sm80", "some-sm90a", "tvm_bind"]
     assert sorted(capsys.readouterr().out.split()) == [str(kernels / name) for name in made]
     monkeypatch.setattr(compile_cache.shutil, "which", lambda name: None)
     assert compile_cache.Path(module()).parent == kernels

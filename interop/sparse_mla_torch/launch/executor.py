@@ -116,6 +116,7 @@ class DirectLaunch:
         """The compiled kernel for `module.launch`; None if it takes more than addresses and numbers."""
         run, (warps, ctas, shared_bytes) = compiled.run, compiled.packed_metadata
         special = (run.global_scratch_size, run.profile_scratch_size, run.launch_cooperative_grid, run.launch_pdl)
+        special += (getattr(run, "gsan_enabled", False),)  # of triton 3.8: a sanitiser's parameter
         tensors, parameters = self._parameters(compiled.src.signature, num_inputs)
         if any(special) or ctas != 1 or 0 in self._grid or parameters is None:
             return None

@@ -1,9 +1,10 @@
 // What a call of a few microseconds cannot leave to Python: what its tensors are, and the launch of a compiled kernel.
 //
 // Tensors are read through torch's DLPack exchange functions, which neither allocate nor synchronise. launcher.py loads
-// this module.
+// this module. Python's limited API: one binary serves CPython 3.11 and later.
 
 #define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
 #include <ATen/dlpack.h>
 #include <Python.h>
 #include <stdbool.h>
@@ -40,6 +41,7 @@ typedef struct {
   unsigned grid[3], threads, shared_bytes;
   Run run;            // instead of launching `function`
   PyObject* planned;  // for `run`: bytes
+  const char* plan;   // what is in them
   int num_tensors, count, num_places;
   Parameter parameters[kMaxParameters];
   Place places[kMaxPlaces];
@@ -158,12 +160,12 @@ static PyObject* make_kernel(PyObject* module, PyObject* arguments) {
     return NULL;
   }
   kernel.function = (void*)(uintptr_t)function;
-  if (PyTuple_GET_SIZE(parameters) > kMaxParameters) {
+  if (PyTuple_Size(parameters) > kMaxParameters) {
     return PyErr_Format(PyExc_ValueError, "kernel: at most %d parameters", kMaxParameters);
   }
-  kernel.count = (int)PyTuple_GET_SIZE(parameters);
+  kernel.count = (int)PyTuple_Size(parameters);
   for (int i = 0; i < kernel.count; ++i) {
-    if (!read_parameter(PyTuple_GET_ITEM(parameters, i), &kernel.parameters[i])) return NULL;
+    if (!read_parameter(PyTuple_GetItem(parameters, i), &kernel.parameters[i])) return NULL;
     if (kernel.parameters[i].argument >= kernel.num_tensors) return PyErr_Format(PyExc_ValueError, "kernel: a tensor");
   }
   return keep_kernel(&kernel);
@@ -181,6 +183,7 @@ static PyObject* make_planned(PyObject* module, PyObject* arguments) {
     return PyErr_Format(PyExc_ValueError, "planned: at most %d tensors", kMaxParameters);
   }
   kernel.run = (Run)(uintptr_t)run;
+  kernel.plan = PyBytes_AsString(kernel.planned);
   return keep_kernel(&kernel);
 }
 
@@ -219,7 +222,7 @@ static bool start(const Kernel* kernel, const Arguments* arguments, void* stream
   int status;
   Py_BEGIN_ALLOW_THREADS;  // a full queue waits for the device, which may wait for another thread
   if (kernel->run != NULL) {
-    status = kernel->run(PyBytes_AS_STRING(kernel->planned), arguments->addresses, stream);
+    status = kernel->run(kernel->plan, arguments->addresses, stream);
   } else {
     status = launch_kernel(kernel->function, kernel->grid[0], kernel->grid[1], kernel->grid[2], kernel->threads, 1, 1,
                            kernel->shared_bytes, stream, pointers, NULL);
@@ -270,10 +273,13 @@ static PyObject* keep(PyObject* module, PyObject* items) {
   Kernel* kernel = PyCapsule_GetPointer(capsule, kKernelName);
   if (kernel == NULL) return NULL;
   Arguments arguments = {.count = 0};
-  if (!read_arguments(&PyTuple_GET_ITEM(results, 0), PyTuple_GET_SIZE(results), &arguments)) {
+  const Py_ssize_t count = PyTuple_Size(results);
+  if (count > kMaxResults) return PyErr_Format(PyExc_ValueError, "keep: at most %d results", kMaxResults);
+  PyObject* tensors[kMaxResults];
+  for (Py_ssize_t i = 0; i < count; ++i) tensors[i] = PyTuple_GetItem(results, i);
+  if (!read_arguments(tensors, count, &arguments)) {
     return PyErr_Format(PyExc_TypeError, "keep: results must be tensors or None");
   }
-  if (arguments.count > kMaxResults) return PyErr_Format(PyExc_ValueError, "keep: at most %d results", kMaxResults);
   Place place = {.thread = PyThread_get_thread_ident(), .results = results};
   memcpy(place.addresses, arguments.addresses, sizeof place.addresses);
   if (current_stream(&arguments, &place.stream) != 0) return NULL;
@@ -303,7 +309,7 @@ static PyObject* launch_again(PyObject* module, PyObject* const* items, Py_ssize
   int capturing = 0;
   if (place == NULL || stream_is_capturing(stream, &capturing) != 0 || capturing != 0) return unless_raised(Py_None);
   PyObject* results = Py_NewRef(place->results);  // other threads may forget the place
-  const Py_ssize_t kept = PyTuple_GET_SIZE(results);
+  const Py_ssize_t kept = PyTuple_Size(results);
   if (arguments.count + kept <= kMaxParameters && arguments.all % 16 == 0) {
     memcpy(arguments.addresses + arguments.count, place->addresses, kept * sizeof *place->addresses);
     arguments.count += (int)kept;

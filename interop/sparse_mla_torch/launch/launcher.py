@@ -1,38 +1,27 @@
-"""`launcher.c`, which does what is too slow in Python for a call of a few microseconds; compiled at the first use.
+"""`launcher.c`, which does what is too slow in Python for a call of a few microseconds.
 
 It launches Triton's kernels, of the versions it knows, and what a CUDA library has planned. It needs what Triton
 needs anyway (a C compiler, Python's headers), and a torch with DLPack's exchange functions;
-`jax_sparse_mla.launch.compile_cache` compiles and keeps it.
+`jax_sparse_mla.launch.compile_cache` has it from the package, or compiles it at the first use and keeps it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import sysconfig
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from jax_sparse_mla.launch import compile_cache
+from sparse_mla_torch.launch import LIBRARY
 
-# Versions whose compiled kernels take the parameters that `launch.py` passes. With others, Triton launches.
-_KNOWN_TRITON = ("3.6",)
+# Versions whose compiled kernels take the parameters that `executor.py` passes. With others, Triton launches.
+_KNOWN_TRITON = ("3.6.", "3.7.", "3.8.")
 
 _NAME = "sparse_mla_torch_launcher"  # of the module, as in launcher.c
-
-
-_LIBRARY = compile_cache.Library(
-    name="launcher",
-    sources=(Path(__file__).with_name("launcher.c"),),
-    compiler="c",
-    flags=("-O3",),
-    includes=lambda: [sysconfig.get_config_var("INCLUDEPY"), str(Path(torch.__file__).with_name("include"))],
-    packages=("torch",),
-)
 
 
 @functools.cache
@@ -42,7 +31,7 @@ def module() -> Any | None:
     if exchange is None:
         return None
     try:
-        built = compile_cache.load(_LIBRARY, compile_cache.python_extension(_NAME))
+        built = compile_cache.load(LIBRARY, compile_cache.python_extension(_NAME))
         built.bind(exchange, torch.Tensor, torch.nn.Parameter, *driver_functions())
     except Exception as error:  # whatever the toolchain's trouble is, there is a slower way
         warnings.warn(f"sparse_mla_torch: launcher.c is not used, calls take longer: {error}", stacklevel=2)
