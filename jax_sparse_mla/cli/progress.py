@@ -22,14 +22,13 @@ class Status:
 
     Attributes:
       on: whether it prints; off while text is streamed to the same terminal.
-      on_terminal: whether standard error is one.
     """
 
-    QUICK, EVERY = 1.0, 10.0  # seconds: what is quicker is not worth a line; the least between two plain lines of a bar
+    QUICK, EVERY = 1.0, 10.0  # seconds: quicker work has no line; between two plain lines of a bar
 
     def __init__(self):
-        self.on, self.on_terminal = True, sys.stderr.isatty()
-        self._works: list[object] = []  # the latest is the one that the line shows
+        self.on, self._on_terminal = True, sys.stderr.isatty()
+        self._works: list[threading.Event] = []  # each ends one; the line shows the latest
         self._last = 0.0
 
     @contextlib.contextmanager
@@ -38,15 +37,14 @@ class Status:
         start, done = time.perf_counter(), threading.Event()
 
         def tick() -> None:
-            if not done.wait(self.QUICK) and not self.on_terminal:
+            if not done.wait(self.QUICK) and not self._on_terminal:
                 self.line(f"{what} …")
-            while self.on_terminal and not done.wait(0.25):
+            while self._on_terminal and not done.wait(0.25):
                 if self._works[-1:] == [done]:
                     self._draw(f"{what} … {time.perf_counter() - start:.0f} s")
 
         self._works.append(done)
-        ticking = threading.Thread(target=tick, daemon=True)
-        ticking.start()
+        (ticking := threading.Thread(target=tick, daemon=True)).start()
         try:
             yield
         finally:
@@ -56,26 +54,22 @@ class Status:
             if (seconds := time.perf_counter() - start) > self.QUICK:
                 self.line(f"{what}: {seconds:.1f} s")
 
-    def bar(self, done: int, total: int, what: str) -> None:
-        if self.on_terminal:
-            filled = 24 * done // max(total, 1)
-            self._draw(f"{'█' * filled}{'░' * (24 - filled)} {done} of {total} {what}")
-        elif time.perf_counter() - self._last > self.EVERY:
-            self.line(f"{done} of {total} {what}")
+    def bar(self, done: int, total: int) -> None:
+        """A bar of tokens; an empty one, of none, clears the line."""
+        filled, count = 24 * done // max(total, 1), f"{done} of {total} tokens"
+        if self._on_terminal:
+            self._draw(f"{'█' * filled}{'░' * (24 - filled)} {count}" if total else "")
+        elif total and time.perf_counter() - self._last > self.EVERY:
+            self.line(count)
 
     def line(self, text: str) -> None:
         """A line that stays."""
         self._draw(text, end="\n")
         self._last = time.perf_counter()
 
-    def clear(self) -> None:
-        """Before something else is printed."""
-        if self.on_terminal:
-            self._draw("")
-
     def _draw(self, text: str, end: str = "") -> None:
         if self.on:
-            print(f"\r\x1b[K{text}" if self.on_terminal else text, end=end, file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{text}" if self._on_terminal else text, end=end, file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -87,8 +81,10 @@ class Progress:
 
     def __init__(self, status: Status, requests: list[Request], verbose: bool = False):
         self._status, self._verbose = status, verbose
+        # On one terminal, streamed text and the bar would overwrite each other.
+        status.on = not (any(r.on_token for r in requests) and sys.stdout.isatty() and sys.stderr.isatty())
         self._start = self._arrived = time.perf_counter()
-        self._last = self._first = None  # when the last token came, the first one and what had been compiled before it
+        self._last, self._first = self._start, None  # when the latest token came; the first, and compiling before it
         self._total = sum(len(r.prompt) + r.max_new_tokens for r in requests)
         self._prompts, self._read, self._new, self._compiled = sum(len(r.prompt) for r in requests), 0, 0, 0.0
         # By mode, tokens and seconds of the steps whose program had run before.
@@ -111,21 +107,22 @@ class Progress:
         if jax.process_index() == 0:
             if self._verbose:
                 self._status.line(f"{STEPS[step.mode]:10} {tokens} tokens, {seconds:.3f} s")
-            self._status.bar(min(self._read, self._prompts) + self._new, self._total, "tokens")
+            self._status.bar(min(self._read, self._prompts) + self._new, self._total)
 
     def print_summary(self) -> None:
-        self._status.clear()
+        self._status.on = True
+        self._status.bar(0, 0)
         if self._first is None:  # every request was cancelled
             return
         first, compiled = self._first
         print(f"prompts    {self._prompts} tokens; the first new token came after {first - self._start:.2f} s, "
               f"{compiled:.2f} s of them compiling")  # fmt: skip
         seconds = self._last - self._start - self._compiled
-        print(f"speed      {self._new} new tokens in {seconds:.2f} s: {self._new / seconds:.1f} tokens/s; "
+        print(f"speed      {self._new} new tokens in {seconds:.2f} s, prompts included: {self._new / seconds:.1f} tokens/s; "
               f"compiling took {self._compiled:.2f} s more")  # fmt: skip
         speeds = [f"{STEPS[mode]} {n / spent:.1f} tokens/s" for mode, (n, spent) in self._warm.items() if n]
         if speeds:
-            print(f"           without the first step of each program: {', '.join(speeds)}")
+            print(f"           once compiled: {', '.join(speeds)}")
 
 
 class Stream:

@@ -273,7 +273,8 @@ class Engine:
             self._copy_states(plan.restored)
         if key not in self._programs:
             start = time.perf_counter()
-            with activity.show(f"compiling the program of {plan.mode.value} steps with {key[2]} rows"):
+            kind = "prefill" if plan.mode is ForwardMode.EXTEND else plan.mode.value
+            with activity.show(f"compiling {kind} steps of {key[2]} rows"):
                 self._programs[key] = self._compile(*key)
             plan.compile_seconds = time.perf_counter() - start
             self.compile_seconds += plan.compile_seconds

@@ -96,7 +96,7 @@ class StepPlan:
     # (from, to) rows of carried states to copy before and after the step.
     restored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     kept: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    # What the engine measured: compiling before the step; the host's clock when it began, and when its tokens were there.
+    # The engine's measurements: compiling before the step; the host's clock at its start, and when its tokens arrived.
     compile_seconds: float = 0.0
     started: float = 0.0
     arrived: float = 0.0

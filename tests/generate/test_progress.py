@@ -1,4 +1,4 @@
-"""The figures that `generate` prints are times of work: an engine whose device is a thread that sleeps through steps."""
+"""The figures that `generate` prints are times of work: here the device is a thread that sleeps."""
 
 import re
 import time
@@ -81,7 +81,7 @@ def test_every_figure_is_the_time_of_work(capsys):
     assert near(first, COMPILE + 3 * 0.2) and near(compiled, COMPILE)
     work = CHUNKS * 0.2 + (NEW - 1) * 0.1
     new, seconds, speed, compiled = re.search(
-        r"(\d+) new tokens in (\S+) s: (\S+) tokens/s; compiling took (\S+) s", out
+        r"(\d+) new tokens in (\S+) s, prompts included: (\S+) tokens/s; compiling took (\S+) s", out
     ).groups()
     assert int(new) == 18 and near(seconds, work) and near(speed, 18 / work) and near(compiled, 2 * COMPILE)
     prefill, decode = re.search(r"prefill (\S+) tokens/s, decode (\S+) tokens/s", out).groups()
@@ -97,7 +97,7 @@ def test_long_work_is_shown_with_its_time(capsys, monkeypatch):
         with status.working("a quick thing"):
             pass
     assert re.fullmatch(r"building topk: 0\.[4-9] s\n", capsys.readouterr().err)
-    status.on_terminal = True
+    status._on_terminal = True
     with status.working("building topk"):
         time.sleep(0.7)
     err = capsys.readouterr().err

@@ -23,7 +23,7 @@ def test_the_command_over_a_mesh(of_four_devices, case):
     assert of_four_devices[case] == "", of_four_devices[case]
 
 
-GENERATE = ["generate", "--prompt", "hello to all of the world", "--max-new-tokens", "4", "--chunk-size", "32"]
+GENERATE = ["generate", "--prompt", "hello to all of the world", "--max-new-tokens", "4", "--chunk-size", "32", "--verbose"]
 
 
 def processes(breaks, timeout):
