@@ -101,7 +101,7 @@ class Progress:
         if new:
             self._last = step.arrived
             self._first = self._first or (step.arrived, self._compiled)
-        if not step.compile_seconds:
+        if tokens and not step.compile_seconds:
             self._warm[step.mode][0] += tokens
             self._warm[step.mode][1] += seconds
         if jax.process_index() == 0:
@@ -118,8 +118,8 @@ class Progress:
         print(f"prompts    {self._prompts} tokens; the first new token came after {first - self._start:.2f} s, "
               f"{compiled:.2f} s of them compiling")  # fmt: skip
         seconds = self._last - self._start - self._compiled
-        print(f"speed      {self._new} new tokens in {seconds:.2f} s, prompts included: {self._new / seconds:.1f} tokens/s; "
-              f"compiling took {self._compiled:.2f} s more")  # fmt: skip
+        print(f"speed      {self._new} new tokens in {seconds:.2f} s, prompts included: {self._new / seconds:.1f} "
+              f"tokens/s; compiling took {self._compiled:.2f} s more")  # fmt: skip
         speeds = [f"{STEPS[mode]} {n / spent:.1f} tokens/s" for mode, (n, spent) in self._warm.items() if n]
         if speeds:
             print(f"           once compiled: {', '.join(speeds)}")
