@@ -23,7 +23,8 @@ def test_the_command_over_a_mesh(of_four_devices, case):
     assert of_four_devices[case] == "", of_four_devices[case]
 
 
-GENERATE = ["generate", "--prompt", "hello to all of the world", "--max-new-tokens", "4", "--chunk-size", "32", "--verbose"]
+GENERATE = ["generate", "--prompt", "hello to all of the world", "--max-new-tokens", "4", "--chunk-size", "32"]
+GENERATE += ["--verbose"]
 
 
 def processes(breaks, timeout):
