@@ -56,7 +56,8 @@ def main(argv=None):
     serve(engine, arriving)
     for request, _ in arriving:
         print(f"{len(request.prompt)} tokens read, {len(request.output)} generated: {request.output}")
-    print(f"{len(engine.routes)} programs, {time.perf_counter() - start:.1f} s; {engine.scheduler.counters}")
+    seconds = f"{time.perf_counter() - start:.1f} s in all, {engine.compile_seconds:.1f} s of them compiling"
+    print(f"{len(engine.routes)} programs; {seconds}; {engine.scheduler.counters}")
     return engine, [request for request, _ in arriving]
 
 

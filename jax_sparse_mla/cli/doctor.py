@@ -14,7 +14,7 @@ import jax
 from jax_sparse_mla.attention import machine
 from jax_sparse_mla.attention.backend import BACKENDS, PHASES, Call
 from jax_sparse_mla.attention.route import plan_call
-from jax_sparse_mla.backend import Backend
+from jax_sparse_mla.backend import KERNEL_UNUSABLE, Backend
 from jax_sparse_mla.cli.arguments import positive_int
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indices.topk import route as topk
@@ -28,34 +28,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--query-tokens", type=positive_int, default=64, metavar="N", help="query rows of the calls to plan for"
     )
+    parser.add_argument("--verbose", action="store_true", help="the reasons for and against every backend")
 
 
 def run(args: argparse.Namespace) -> int:
+    device = DeviceInfo.current()
+    missing = {phase: machine.missing_for(phase) for phase in PHASES}
+    print(*_verdict(device, missing), sep="\n")
+    print(f"device     {_describe(device)}")
     print(f"python     {platform.python_version()}, jax {jax.__version__}, jaxlib {version('jaxlib')}")
-    print(f"device     {_describe(DeviceInfo.current())}")
     carried, others = build.carried()
     print(f"binaries   carried: {', '.join(carried) or 'none, compilers make them at the first use'}")
     if others:
         print(f"binaries   not used, made of other sources or for another machine: {', '.join(others)}")
-    missing = {phase: machine.missing_for(phase) for phase in PHASES}
-    for name, backend in BACKENDS.items():
-        phases = [phase for phase in PHASES if backend.layouts is None or phase in backend.layouts]
-        print(f"backend    {name:10} {_state(backend, {phase: missing[phase].get(name) for phase in phases})}")
-    for name, engine in topk.TOPK_BACKENDS.items():
-        print(f"top-k      {name:10} {_state(engine, {'top-k': topk.missing().get(name)})}")
     for engine, plugin in _engines():
         print(f"engine     {engine:10} {plugin}")
+    for name, backend in BACKENDS.items() if args.verbose else ():
+        phases = [phase for phase in PHASES if backend.layouts is None or phase in backend.layouts]
+        print(f"backend    {name:10} {_state(backend, {phase: missing[phase].get(name) for phase in phases})}")
+    for name, engine in topk.TOPK_BACKENDS.items() if args.verbose else ():
+        print(f"top-k      {name:10} {_state(engine, {'top-k': topk.missing().get(name)})}")
     for spec in (DEEPSEEK_V32, DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO):
         for phase in PHASES:
             layout = workspace_layout(spec.qk_dim) if phase == "prefill" else spec.kv_layout
             columns = spec.index_width + (spec.window or 0)
-            call = Call(phase, layout, args.query_tokens, spec.num_heads, DeviceInfo.current(), columns)
+            call = Call(phase, layout, args.query_tokens, spec.num_heads, device, columns)
             plan = plan_call(call, unable=missing[phase])
-            print(f"\n{spec.name}, {phase}, {args.query_tokens} query rows, FP8 cache: {plan.backend} ({plan.kernel})")
-            print(f"    because {plan.reason}")
-            for name, reason in plan.rejected.items():
-                print(f"    not {name:10} {reason}")
+            print(f"{spec.name}, {phase}, {args.query_tokens} query rows, FP8 cache: {plan.backend} ({plan.kernel})")
+            if args.verbose:
+                print(f"    because {plan.reason}")
+                print(*(f"    not {name:10} {reason}" for name, reason in plan.rejected.items()), sep="\n", end="\n\n")
     return 0
+
+
+def _verdict(device: DeviceInfo, missing: dict[str, dict[str, str]]) -> list[str]:
+    """Lines that say whether this machine uses the fast kernels, and what to install if not."""
+    extra = 'pip install "jax-sparse-mla[cuda13]" (or cuda12)'
+    if device.platform == "cpu":
+        return ["kernels    plain JAX serves everything: JAX has no NVIDIA GPU here",
+                f"install    {extra}, on a machine with an NVIDIA GPU"]  # fmt: skip
+    lines, install = [], {}
+    for phase in PHASES:
+        able = [name for name, backend in BACKENDS.items() if backend.wrong_device(device) is None
+                and (backend.layouts is None or phase in backend.layouts)]  # fmt: skip
+        why = missing[phase].get(able[0])
+        serves = next(name for name in able if name not in missing[phase])
+        lines.append(f"kernels    {phase}: {serves}, " + (
+            f"not the fastest: {able[0]} cannot be used: {why}" if why else "the fastest here"))  # fmt: skip
+        if why:
+            nvcc = "nvcc (the CUDA toolkit), or a wheel that carries the kernels"
+            install[nvcc if why == KERNEL_UNUSABLE else extra] = None
+    return [*lines, *(f"install    {what}" for what in install)]
 
 
 # For each engine, by the name of its distribution: the group of its plugins, and the switch that chooses ours

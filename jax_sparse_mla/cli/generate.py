@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import sys
 from pathlib import Path
 from typing import Any
 
+from jax_sparse_mla import activity
 from jax_sparse_mla.attention.route import BACKENDS
 from jax_sparse_mla.cli import processes, report
 from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int, probability
-from jax_sparse_mla.cli.progress import Progress, Stream
+from jax_sparse_mla.cli.progress import Progress, Status, Stream
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "2x1: requests over two devices, 1x2: heads and experts over two"
     )
     add("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help=mesh)
+    shown = "a line for each step, request, layer and kernel, and the text of untrained models"
+    add("--verbose", action="store_true", help=shown)
     processes.add_arguments(parser)
 
 
@@ -83,7 +87,12 @@ def run(args: argparse.Namespace) -> int:
         together = processes.are_several(args)
     except ValueError as error:
         return _refused(args, error)
-    return processes.run_as_one(args, lambda: _run(args)) if together else _run(args)
+    args.status = Status()
+    activity.show = args.status.working
+    try:
+        return processes.run_as_one(args, lambda: _run(args)) if together else _run(args)
+    finally:
+        activity.show = contextlib.nullcontext
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -100,7 +109,8 @@ def _run(args: argparse.Namespace) -> int:
         sampling = [Sampling(args.temperature, args.top_p, args.seed + i) for i in range(args.requests)]
         text = _prompt_text(args)
         keep_programs()
-        setup = new_setup(args)
+        with activity.show("starting JAX and loading the model"):
+            setup = new_setup(args)
         prompts = _prompts(setup.tokenizer.encode(text), args.requests)
         requests = [
             Request(prompt, args.max_new_tokens, sampling=how, eos_token_ids=setup.eos_token_ids)
@@ -124,7 +134,7 @@ def _run(args: argparse.Namespace) -> int:
         engine = setup.new_engine(options)
     except (OSError, ValueError, ImportError) as error:
         return _refused(args, error)
-    report.print_header(setup, engine, requests, plans)
+    report.print_header(setup, engine, requests, plans if args.verbose else {})
     if args.stream:
         requests[0].on_token = Stream(setup.tokenizer)
 
@@ -133,17 +143,17 @@ def _run(args: argparse.Namespace) -> int:
         plain = [_again(request) for request in requests]
         if args.draft_oracle or not args.no_check:
             print("decoding   plain")
-            _serve(setup, engine, plain)
+            _serve(args, setup, engine, plain)
         if not args.no_check:
             status = _check(args, setup, engine, plain)
         oracle = DraftOracle(plain, args.draft_oracle, args.seed) if args.draft_oracle else None
         print(f"decoding   speculative, {args.speculative_steps} draft tokens by the {engine.drafter}" + (
             f", plain decoding's token with probability {args.draft_oracle}" if oracle else ""))  # fmt: skip
-        report.print_accepted(_serve(setup, engine, requests, args.speculative_steps, oracle))
+        report.print_accepted(_serve(args, setup, engine, requests, args.speculative_steps, oracle))
         if not args.no_check:
             status = max(status, report.check_tokens(functools.partial(setup.serve, engine), requests, plain))
     else:
-        _serve(setup, engine, requests)
+        _serve(args, setup, engine, requests)
         status = 0 if args.no_check else _check(args, setup, engine, requests)
     if args.compare_backends:
         status = max(status, report.compare(engine, requests, args.compare_backends))
@@ -159,15 +169,14 @@ def _refused(args: argparse.Namespace, error: Exception) -> int:
     return 2
 
 
-def _serve(setup: Any, engine: Any, requests: list[Any], drafts: int = 0, oracle: Any = None) -> Any:
-    progress = Progress(engine, requests)
+def _serve(
+    args: argparse.Namespace, setup: Any, engine: Any, requests: list[Any], drafts: int = 0, oracle: Any = None
+) -> Any:
+    progress = Progress(args.status, requests, args.verbose)
     accepted = setup.serve(engine, requests, progress, drafts, oracle)
     progress.print_summary()
-    for i, request in enumerate(requests):
-        text = setup.tokenizer.decode
-        print(f"request {i}: …{text(request.prompt[-40:])!r} → {text(request.output)!r}")
-        print(f"           tokens {request.output}")
-    report.print_routes(setup, engine)
+    report.print_texts(setup.tokenizer.decode, requests, args.model is not None and not args.stream, args.verbose)
+    report.print_routes(setup, engine, args.verbose)
     return accepted
 
 
@@ -184,11 +193,16 @@ def _check(args: argparse.Namespace, setup: Any, engine: Any, requests: list[Any
         setup.serve(one, again)
         return report.check_tokens(functools.partial(setup.serve, one), requests, again, "one device")
     try:
-        setup.wait_for_check()
+        with activity.show("loading transformers' model"):
+            setup.wait_for_check()
     except (OSError, ValueError, ImportError) as error:
         print("check      not done: transformers' model could not be loaded")
         return _refused(args, error)
-    return 0 if setup.check.compare(engine, requests) else 1
+    with activity.show("comparing every layer with transformers"):
+        result = setup.check.compare(engine, requests)
+    print(*(result.table if args.verbose or not result.passed else ()), *result.summary, sep="\n")
+    print(f"check      {'passed' if result.passed else 'FAILED'}")
+    return 0 if result.passed else 1
 
 
 def _prompts(prompt: list[int], count: int) -> list[list[int]]:

@@ -1,9 +1,12 @@
-"""The output of `generate` while it serves: progress, text as it comes, speed."""
+"""The output of `generate` while it works: what it does and for how long, text as it comes, true times and speeds."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,54 +14,115 @@ import jax
 from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.serving.request import Request
 
+STEPS = {ForwardMode.EXTEND: "prefill", ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
+
+
+class Status:
+    """What the command is doing, on standard error: one line that is drawn anew on a terminal, plain lines elsewhere.
+
+    Attributes:
+      on: whether it prints; off while text is streamed to the same terminal.
+    """
+
+    QUICK, EVERY = 1.0, 10.0  # seconds: quicker work has no line; between two plain lines of a bar
+
+    def __init__(self):
+        self.on, self._on_terminal = True, sys.stderr.isatty()
+        self._works: list[threading.Event] = []  # each ends one; the line shows the latest
+        self._last = 0.0
+
+    @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Shows work that takes long, with the time that it has taken; `activity.show` of the command."""
+        start, done = time.perf_counter(), threading.Event()
+
+        def tick() -> None:
+            if not done.wait(self.QUICK) and not self._on_terminal:
+                self.line(f"{what} …")
+            while self._on_terminal and not done.wait(0.25):
+                if self._works[-1:] == [done]:
+                    self._draw(f"{what} … {time.perf_counter() - start:.0f} s")
+
+        self._works.append(done)
+        (ticking := threading.Thread(target=tick, daemon=True)).start()
+        try:
+            yield
+        finally:
+            self._works.remove(done)
+            done.set()
+            ticking.join()
+            if (seconds := time.perf_counter() - start) > self.QUICK:
+                self.line(f"{what}: {seconds:.1f} s")
+
+    def bar(self, done: int, total: int) -> None:
+        """A bar of tokens; an empty one, of none, clears the line."""
+        filled, count = 24 * done // max(total, 1), f"{done} of {total} tokens"
+        if self._on_terminal:
+            self._draw(f"{'█' * filled}{'░' * (24 - filled)} {count}" if total else "")
+        elif total and time.perf_counter() - self._last > self.EVERY:
+            self.line(count)
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        self._draw(text, end="\n")
+        self._last = time.perf_counter()
+
+    def _draw(self, text: str, end: str = "") -> None:
+        if self.on:
+            print(f"\r\x1b[K{text}" if self._on_terminal else text, end=end, file=sys.stderr, flush=True)
+
 
 class Progress:
-    """Prints the progress of a run, and its tokens per second with and without compilation; an engine's `on_step`."""
+    """Shows how far a run is, and times it; an engine's `on_step`.
 
-    WIDTH = 24
+    A step takes from its start, or the arrival of the tokens before its own, until its own arrive. Nothing is compiled
+    meanwhile (`Engine.step`), so that compiling is a time apart.
+    """
 
-    def __init__(self, engine: Any, requests: list[Request]):
-        self._engine = engine
-        self._prints = jax.process_index() == 0
-        self._total = sum(len(r.prompt) + r.max_new_tokens - 1 for r in requests)
-        self._start = self._last = time.perf_counter()
-        self._compiled = engine.compile_seconds
-        self._first: float | None = None  # when the first token was there
-        self._seen: set[tuple] = set()
-        # By mode, tokens and seconds of the steps whose bucket had run before and was compiled.
-        self._warm = {mode: [0, 0.0] for mode in ForwardMode}
-        self._read = self._count = 0
+    def __init__(self, status: Status, requests: list[Request], verbose: bool = False):
+        self._status, self._verbose = status, verbose
+        # On one terminal, streamed text and the bar would overwrite each other.
+        status.on = not (any(r.on_token for r in requests) and sys.stdout.isatty() and sys.stderr.isatty())
+        self._start = self._arrived = time.perf_counter()
+        self._last, self._first = self._start, None  # when the latest token came; the first, and compiling before it
+        self._total = sum(len(r.prompt) + r.max_new_tokens for r in requests)
+        self._prompts, self._read, self._new, self._compiled = sum(len(r.prompt) for r in requests), 0, 0, 0.0
+        # By mode, tokens and seconds of the steps whose program had run before.
+        self._warm = {mode: [0, 0.0] for mode in STEPS}
 
     def __call__(self, step: Any, requests: list[Request]) -> None:
-        now, compiled = time.perf_counter(), self._engine.compile_seconds
-        self._read += step.num_tokens if step.mode is ForwardMode.EXTEND else 0
-        count = self._read + sum(max(0, len(r.output) - 1) for r in requests)
-        tokens, seconds = count - self._count, now - self._last - (compiled - self._compiled)
-        self._last, self._count, self._compiled = now, count, compiled
-        if self._first is None and any(r.output for r in requests):
-            self._first = now
-        bucket = (step.mode, step.max_seq_len)
-        if bucket in self._seen:
+        new = sum(len(r.output) for r in requests) - self._new
+        tokens, seconds = new, step.arrived - max(step.started, self._arrived)
+        if step.mode is ForwardMode.EXTEND:
+            tokens = step.num_tokens
+            self._read += tokens
+        self._arrived, self._new = step.arrived, self._new + new
+        self._compiled += step.compile_seconds
+        if new:
+            self._last = step.arrived
+            self._first = self._first or (step.arrived, self._compiled)
+        if tokens and not step.compile_seconds:
             self._warm[step.mode][0] += tokens
             self._warm[step.mode][1] += seconds
-        self._seen.add(bucket)
-        if not self._prints:
-            return
-        if sys.stderr.isatty():
-            filled = round(self.WIDTH * count / max(self._total, 1))
-            bar = "█" * filled + "░" * (self.WIDTH - filled)
-            end = "\n" if count >= self._total else "\r"
-            print(f"{bar} {count}/{self._total} tokens, {step.mode.value}   ", end=end, file=sys.stderr, flush=True)
-        elif step.mode is ForwardMode.EXTEND or count == self._total:
-            print(f"{step.mode.value:10} {count}/{self._total} tokens, {seconds:.2f} s", file=sys.stderr)
+        if jax.process_index() == 0:
+            if self._verbose:
+                self._status.line(f"{STEPS[step.mode]:10} {tokens} tokens, {seconds:.3f} s")
+            self._status.bar(min(self._read, self._prompts) + self._new, self._total)
 
     def print_summary(self) -> None:
-        seconds = self._last - self._start
-        print(f"speed      {self._count / seconds:.1f} tokens/s in all ({seconds:.1f} s with compilation), the first "
-              f"token after {(self._first or self._last) - self._start:.2f} s")  # fmt: skip
-        for mode, (tokens, warm_seconds) in self._warm.items():
-            if tokens:
-                print(f"           {mode.value}: {tokens / warm_seconds:.1f} tokens/s once compiled")
+        self._status.on = True
+        self._status.bar(0, 0)
+        if self._first is None:  # every request was cancelled
+            return
+        first, compiled = self._first
+        print(f"prompts    {self._prompts} tokens; the first new token came after {first - self._start:.2f} s, "
+              f"{compiled:.2f} s of them compiling")  # fmt: skip
+        seconds = self._last - self._start - self._compiled
+        print(f"speed      {self._new} new tokens in {seconds:.2f} s, prompts included: {self._new / seconds:.1f} "
+              f"tokens/s; compiling took {self._compiled:.2f} s more")  # fmt: skip
+        speeds = [f"{STEPS[mode]} {n / spent:.1f} tokens/s" for mode, (n, spent) in self._warm.items() if n]
+        if speeds:
+            print(f"           once compiled: {', '.join(speeds)}")
 
 
 class Stream:

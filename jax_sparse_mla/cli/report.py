@@ -9,11 +9,12 @@ from typing import Any
 from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.machine import plan_here
 from jax_sparse_mla.attention.route import Plan
+from jax_sparse_mla.cli.progress import STEPS
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.layout import bf16_layout, workspace_layout
-from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving.comparison import MAX_LOGIT_DIFFERENCE, compare_backends, layer_kind
+from jax_sparse_mla.serving.memory import bytes_of_a_device
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import GATHERED, EngineOptions, prefill_backend
 from jax_sparse_mla.serving.speculative import MAX_MARGIN, compare_with_plain
@@ -43,14 +44,26 @@ def plans(spec: ModelSpec, options: EngineOptions, backend: str | None) -> dict[
 
 def print_header(setup: Any, engine: Any, requests: list[Request], planned: dict[str, Plan]) -> None:
     spec, options = setup.spec, engine.options
-    print(f"device     {setup.device}")
     heads = f"{spec.num_heads} heads{'' if engine.mesh is None else ' on each device'}"
-    print(f"model      {setup.name}: {setup.model.num_layers} layers, {heads}")
-    lengths = ", ".join(str(len(r.prompt)) for r in requests)
-    print(f"requests   {len(requests)} with {lengths} prompt tokens, {requests[0].max_new_tokens} new tokens each")
-    print(f"KV cache   {'BF16' if options.bf16_cache else spec.kv_layout.name}, paged, {spec.page_size} tokens a page")
+    cache = f"{'BF16' if options.bf16_cache else spec.kv_layout.name}, paged, {spec.page_size} tokens a page"
+    print(f"KV cache   {cache}, for {setup.model.num_layers} layers of {heads}")
+    lengths = [len(r.prompt) for r in requests]
+    prompts = ", ".join(map(str, lengths)) if len(lengths) <= 4 else f"{min(lengths)} to {max(lengths)}"
+    print(f"requests   {len(requests)} with {prompts} prompt tokens, {requests[0].max_new_tokens} new tokens each")
+    weights, state = (f"{bytes_of_a_device(arrays) / 2**30:.2f} GiB" for arrays in (engine.params, engine.state))
+    print(f"memory     weights {weights}, caches {state}{'' if engine.mesh is None else ' on each device'}")
     for step, plan in planned.items():
         print(f"route      {step}: {plan.backend}, {plan.kernel} ({plan.reason})")
+
+
+def print_texts(decode: Callable[[list[int]], str], requests: list[Request], trained: bool, verbose: bool) -> None:
+    """Prints what was generated: of a trained model the first request's text, with `verbose` all texts and tokens."""
+    for i, request in enumerate(requests if verbose else requests[:trained]):
+        print(f"request {i}: …{decode(request.prompt[-40:])!r} → {decode(request.output)!r}")
+        if verbose:
+            print(f"           tokens {request.output}")
+    if trained and not verbose and len(requests) > 1:
+        print(f"           --verbose prints the others' texts: {len(requests) - 1}")
 
 
 def print_accepted(accepted: collections.Counter[int]) -> None:
@@ -61,15 +74,18 @@ def print_accepted(accepted: collections.Counter[int]) -> None:
         print(f"           {count} drafts: {times:4}  {'#' * round(40 * times / max(rounds, 1))}".rstrip())
 
 
-def print_routes(setup: Any, engine: Any) -> None:
-    """Prints the attention that the programs of each kind of step called, and for which layers."""
-    modes = {ForwardMode.EXTEND: "prefill", ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
+def print_routes(setup: Any, engine: Any, verbose: bool) -> None:
+    """Prints the attention that the programs of each kind of step called; with `verbose`, for which layers."""
     layers = dict.fromkeys(layer_kind(setup.spec, ratio) for ratio in sorted(set(engine.model.ratios)))
-    for mode, step in modes.items():
+    ran = {}
+    for mode, step in STEPS.items():
         # In the order in which programs were made, each once.
         calls = [call for program, calls in engine.routes.items() if program.mode is mode for call in sorted(calls)]
-        for phase, backend in dict.fromkeys(calls):
-            print(f"ran        {step}: {backend}, {phase} ({'; '.join(layers)})")
+        ran |= {(step, *call): None for call in calls}
+    if not verbose:
+        print(f"attention  {', '.join(dict.fromkeys(f'{step} by {backend}' for step, _, backend in ran))}")
+    for step, phase, backend in ran if verbose else ():
+        print(f"ran        {step}: {backend}, {phase} ({'; '.join(layers)})")
 
 
 def compare(engine: Any, requests: list[Request], names: list[str]) -> int:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import entry_points
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 
@@ -25,6 +25,14 @@ from jax_sparse_mla.serving.speculative import DraftOracle
 CHECKS = "jax_sparse_mla.check"  # the group of entry points under which a check is installed
 
 
+class CheckResult(NamedTuple):
+    """Whether a check passed, and lines that say so: in short, and layer by layer."""
+
+    passed: bool
+    summary: list[str]
+    table: list[str]
+
+
 class Check(Protocol):
     """A check against another implementation of the same model: of a checkpoint folder, or of a preset and its seed."""
 
@@ -33,8 +41,8 @@ class Check(Protocol):
     def load(self) -> None:
         """Loads the other implementation's model."""
 
-    def compare(self, engine: Engine, requests: list[Request]) -> bool:
-        """Compares the latest traced run of an engine with it, and prints the result; returns whether it passes."""
+    def compare(self, engine: Engine, requests: list[Request]) -> CheckResult:
+        """Compares the latest traced run of an engine with it."""
 
 
 class Setup:
@@ -61,15 +69,21 @@ class Setup:
             self.name = args.model
             if not os.path.isdir(args.model):
                 raise FileNotFoundError(f"no checkpoint folder {args.model}")
+            self._print_start()
             self.model, self.params = load(args.model, draft_layer=bool(args.speculative_steps))
             self.tokenizer = presets.load_tokenizer(args.model, self.model.vocab_size)
         else:
             self.name = f"preset {preset}, seed {args.seed} (random weights)"
+            self._print_start()
             self.model = Model.from_config(presets.CONFIGS[preset])
             self.params = self.model.from_named_arrays(self.model.random_arrays(args.seed))
             self.tokenizer = presets.ByteTokenizer()
         bytes_only = isinstance(self.tokenizer, presets.ByteTokenizer)
         self.eos_token_ids = () if bytes_only else self.model.eos_token_ids
+
+    def _print_start(self) -> None:
+        """Before what takes long."""
+        print(f"device     {self.device}\nmodel      {self.name}", flush=True)
 
     @property
     def spec(self) -> ModelSpec:
@@ -118,10 +132,13 @@ class MeshSetup(Setup):
             super().__init__(args)
             self.whole = None if args.no_check else (self.model, self.params)
             self.model, self.params = cut_model(self.model, self.params, self.mesh)
+
+    def _print_start(self) -> None:
         shares, devices = self.mesh.shape[REQUESTS], self.mesh.shape[HEADS]
         self.device += f", a mesh of {shares} shares of the requests and {devices} devices over heads and experts"
         if jax.process_count() > 1:
             self.device += f", in {jax.process_count()} processes"
+        super()._print_start()
 
     def new_engine(self, options: EngineOptions) -> Engine:
         engine = MeshEngine(self.model, self.params, options, self.mesh)

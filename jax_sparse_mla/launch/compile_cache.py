@@ -35,6 +35,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+from jax_sparse_mla import activity
 from jax_sparse_mla.packages import version, warn_once
 
 T = TypeVar("T")
@@ -197,8 +198,8 @@ def compile_to(library: Library, path: Path) -> Path:
     Raises:
       RuntimeError: there is no compiler, or it fails.
     """
+    variable, names = _COMPILERS[library.compiler]
     if (command := find_compiler(library.compiler)) is None:
-        variable, names = _COMPILERS[library.compiler]
         one = f"{names[0]} is not" if len(names) == 1 else f"none of {', '.join(names)} is"
         install = f"install one, or name it in {variable}" if variable else "install the CUDA toolkit, or add its bin"
         raise RuntimeError(f"{library.name} has to be compiled, and {one} on the PATH: {install}")
@@ -209,7 +210,8 @@ def compile_to(library: Library, path: Path) -> Path:
         # The flags come last: a library among them is searched for what the source leaves open.
         arguments = [*command, *headers, "-o", str(made), str(library.sources[0]), *flags]
         try:
-            done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            with activity.show(f"building {library.name} with {names[0]}, which happens once on a machine"):
+                done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         except OSError as error:
             raise RuntimeError(f"{library.name} cannot be compiled: {command[0]} does not run: {error}") from None
         if done.returncode or not made.is_file():
@@ -293,7 +295,8 @@ def _locked(folder: Path) -> Iterator[None]:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with activity.show("waiting for another process that builds"):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

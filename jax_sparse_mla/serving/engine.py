@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_sparse_mla import activity
 from jax_sparse_mla.attention.serve import calls_of
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
@@ -48,8 +49,8 @@ class TracedStep:
     requests: np.ndarray  # `[n]`, `id(request)` of each real row
     positions: np.ndarray  # int32 `[n]`
     # Each layer's attention input `[T, hidden]`, and the selected positions int32 `[T, k]` or None.
-    layers: list[tuple[jax.Array, jax.Array | None]]
-    logits: jax.Array  # float32 `[requests · (drafts + 1), vocab]`, from which tokens were chosen
+    layers: list[tuple[jax.Array, jax.Array | None]] = dataclasses.field(default_factory=list)
+    logits: jax.Array | None = None  # float32 `[requests · (drafts + 1), vocab]`, from which tokens were chosen
 
     def hidden(self, layer: int) -> np.ndarray:
         """float32 `[n, hidden]`."""
@@ -118,6 +119,7 @@ class Engine:
         self._programs: dict[tuple, tuple[Program, Any]] = {}
         # The step before, and on the device the array of one that follows it.
         self._latest: tuple[Program, StepPlan, jax.Array | None] | None = None
+        self._held: StepPlan | None = None  # waits for its program
 
     @property
     def drafts(self) -> int:
@@ -215,11 +217,14 @@ class Engine:
     def abort(self) -> None:
         """Drops all requests; their outputs stay as far as they were read."""
         self._unread.clear()
-        self._latest = None
+        self._latest = self._held = None
         self.scheduler.abort()
 
     def step(self) -> StepPlan | None:
         """Starts the next step, and reads the tokens of the one that is `STEPS_AHEAD` before it.
+
+        A step whose program must be compiled first waits until the tokens of those that run have been read: nobody
+        waits for a token that is there, and a step's time holds no compilation.
 
         Returns the step whose tokens were read, None if none was.
 
@@ -230,10 +235,14 @@ class Engine:
         # It has decoded plainly until now, or the host must know how many drafts were accepted.
         if self._unread and (self.drafts or self._unread[-1][0].drafts):
             return self._read()
-        plan = self.scheduler.plan(drafts=self.drafts)
+        plan, self._held = self._held or self._plan(), None
         if plan is not None:
+            key = self._bucket(plan)
+            if self._unread and key not in self._programs:
+                self._held = plan
+                return self._read()
             try:
-                self._start(plan)
+                self._start(plan, key)
             except BaseException:  # its positions count as computed, and the caches may be gone
                 self.abort()
                 raise
@@ -244,21 +253,30 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return self.scheduler.idle and not self._unread
+        return self.scheduler.idle and not self._unread and self._held is None
 
     # Steps.
 
-    def _start(self, plan: StepPlan) -> None:
+    def _plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan(drafts=self.drafts)
+        if plan is not None and self.options.trace:  # by the tables as they are now; its start adds what it computes
+            self.trace.append(self._traced(plan))
+        return plan
+
+    def _start(self, plan: StepPlan, key: tuple) -> None:
         if plan.restored:
             self._copy_states(plan.restored)
-        key = self._bucket(plan)
         if key not in self._programs:
             start = time.perf_counter()
-            self._programs[key] = self._compile(*key)
-            self.compile_seconds += time.perf_counter() - start
+            kind = "prefill" if plan.mode is ForwardMode.EXTEND else plan.mode.value
+            with activity.show(f"compiling {kind} steps of {key[2]} rows"):
+                self._programs[key] = self._compile(*key)
+            plan.compile_seconds = time.perf_counter() - start
+            self.compile_seconds += plan.compile_seconds
         program, call = self._programs[key]
         if (packed := self._counted_on(program, plan)) is None:
             packed = self._pack(program, plan)
+        plan.started = time.perf_counter()
         self.state, result, following, layers, logits = call(self.params, self.state, packed)
         self._latest = program, plan, following
         result.copy_to_host_async()
@@ -266,7 +284,7 @@ class Engine:
         if plan.kept:
             self._copy_states(plan.kept)
         if self.options.trace:
-            self.trace.append(self._traced(plan, program, layers, logits))
+            self.trace[-1].layers, self.trace[-1].logits = layers, logits
 
     def _counted_on(self, program: Program, plan: StepPlan) -> jax.Array | None:
         """The step's array where the device has it already: a copy to it costs the host some 50 us."""
@@ -277,17 +295,15 @@ class Engine:
         """The host's array for a step; without a plan all is padding."""
         return pack(program, plan, self.options.max_batch, self._proposals(plan))
 
-    def _traced(self, plan: StepPlan, program: Program, layers, logits) -> TracedStep:
-        pool = self.scheduler.pool
+    def _traced(self, plan: StepPlan) -> TracedStep:
+        pool, (_, num_requests, num_rows, *_) = self.scheduler.pool, self._bucket(plan)
         full_to_swa = None if not self.spec.windowed else pool.full_to_swa.copy()
         return TracedStep(
             plan=plan,
-            batch=plan.forward_batch(pool, num_rows=program.num_rows, num_requests=program.num_requests),
+            batch=plan.forward_batch(pool, num_rows=num_rows, num_requests=num_requests),
             tables=RequestTables(req_to_token=pool.req_to_token.copy(), full_to_swa=full_to_swa),
             requests=np.repeat([id(request) for request in plan.requests], plan.counts),
             positions=plan.positions(),
-            layers=layers,
-            logits=logits,
         )
 
     def _read(self) -> StepPlan:
@@ -295,6 +311,7 @@ class Engine:
         plan, program, packed = self._unread.popleft()
         try:
             result = self._unpack(program, plan, np.asarray(packed))
+            plan.arrived = time.perf_counter()
             if result.overflow:
                 raise RuntimeError(f"a step of {plan.mode} overflowed its bucket of {program.max_seq_len} tokens")
         except BaseException:

@@ -96,6 +96,10 @@ class StepPlan:
     # (from, to) rows of carried states to copy before and after the step.
     restored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     kept: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    # The engine's measurements: compiling before the step; the host's clock at its start, and when its tokens arrived.
+    compile_seconds: float = 0.0
+    started: float = 0.0
+    arrived: float = 0.0
 
     @property
     def num_tokens(self) -> int:

@@ -53,7 +53,7 @@ def small_preset(monkeypatch):
 def test_generate(capsys, small_preset, drafts):
     """Plain decoding is compared with transformers, and drafts of the first layer with plain decoding."""
     sizes = ["--max-new-tokens", "4", "--chunk-size", "112"] + ["--speculative-steps", str(drafts)] * bool(drafts)
-    status = main(["generate", "--preset", "glm5", *sizes])
+    status = main(["generate", "--preset", "glm5", *sizes, "--verbose"])
     out = capsys.readouterr().out
     assert status == 0, out
     assert len(re.findall(r"^ +\d  top-64 +\d", out, re.M)) == 2 and re.search(r"^ +1  top-64, shared ", out, re.M)

@@ -44,7 +44,7 @@ def test_generate(capsys, monkeypatch):
     text = texts.default_prompt()[:300]
     monkeypatch.setattr(texts, "default_prompt", lambda: text)
     sizes = ["--requests", "2", "--max-batch", "1", "--chunk-size", "111", "--max-new-tokens", "3"]
-    status = main(["generate", "--preset", "glm53", *sizes])
+    status = main(["generate", "--preset", "glm53", *sizes, "--verbose"])
     out = capsys.readouterr().out
     assert status == 0, out
     assert "NOPE_FP8, paged, 256 tokens a page" in out and out.count("check      passed") == 1

@@ -36,8 +36,8 @@ def not_kept():
 
 
 def run(capsys, *args):
-    """The exit status of `jax-sparse-mla generate *args`, and what it printed."""
-    status = main(["generate", *args])
+    """The exit status of `jax-sparse-mla generate *args --verbose`, and what it printed."""
+    status = main(["generate", *args, "--verbose"])
     return status, capsys.readouterr().out
 
 

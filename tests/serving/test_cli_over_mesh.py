@@ -24,6 +24,7 @@ def test_the_command_over_a_mesh(of_four_devices, case):
 
 
 GENERATE = ["generate", "--prompt", "hello to all of the world", "--max-new-tokens", "4", "--chunk-size", "32"]
+GENERATE += ["--verbose"]
 
 
 def processes(breaks, timeout):

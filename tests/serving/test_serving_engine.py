@@ -257,7 +257,7 @@ def test_steps_run_ahead_of_the_tokens_that_are_read(engine, expected):
     request = Request(prompt, 12, eos_token_ids=(tokens[4],))
     started = []
     start = engine._start
-    engine._start = lambda plan: (started.append(plan), start(plan))
+    engine._start = lambda plan, key: (started.append(plan), start(plan, key))
     try:
         engine.submit(request)
         assert engine.step() is None and engine.step() is None and not request.output

@@ -13,6 +13,7 @@ import importlib.util
 import re
 from typing import Any
 
+from jax_sparse_mla.cli.setup import CheckResult
 from jax_sparse_mla.packages import version
 
 OLDEST_TRANSFORMERS = (5, 23)  # as the extra `hf` asks for
@@ -51,32 +52,35 @@ class Check:
         else:
             self._model = presets.build_preset(self._preset, self._seed)
 
-    def compare(self, engine: Any, requests: list[Any]) -> bool:
-        """Compares the latest run of a `jax_sparse_mla.serving.engine.Engine`, which it has traced; prints a table.
+    def compare(self, engine: Any, requests: list[Any]) -> CheckResult:
+        """Compares the latest run of a `jax_sparse_mla.serving.engine.Engine`, which it has traced.
 
-        Returns whether every layer is as close as its bounds ask for.
+        It passes where every layer is as close as its bounds ask for.
         """
         from sparse_mla_torch.check import comparison
 
         cache = "bf16" if engine.options.bf16_cache else "fp8"
-        print(
-            "check      against transformers' eager attention on the same inputs and entries: "
-            f"cosine ≥ {comparison.MIN_COSINE[cache]}, of a row ≥ {comparison.MIN_ROW_COSINE[cache]}; "
-            f"overlap of the selected entries ≥ {comparison.MIN_OVERLAP}"
-        )
-        print("layer  kind                     cosine    worst row   overlap  (rows that drop entries)")
         agreeing = None
         if not any(request.sampling.temperature for request in requests):
             agreeing = comparison.TRANSFORMERS.submit(comparison.count_agreeing_tokens, self._model, requests)
         reports = comparison.compare_layers(engine, self._model, requests)
+        table = [
+            "check      against transformers' eager attention on the same inputs and entries: "
+            f"cosine ≥ {comparison.MIN_COSINE[cache]}, of a row ≥ {comparison.MIN_ROW_COSINE[cache]}; "
+            f"overlap of the selected entries ≥ {comparison.MIN_OVERLAP}",
+            "layer  kind                     cosine    worst row   overlap  (rows that drop entries)",
+        ]
         for report in reports:
             overlap = "   -   " if report.overlap is None else f"{report.overlap:.5f}"
-            print(
+            table.append(
                 f"{report.layer:5}  {report.kind:22}  {report.cosine:.6f}   {report.worst_row:.6f}   {overlap}  "
                 f"({report.dropping_rows}){'' if report.passes(cache) else '  FAILED'}"
             )
+        passing = sum(report.passes(cache) for report in reports)
+        worst = min((report.cosine for report in reports), default=1.0)
+        summary = [
+            f"layers     {passing} of {len(reports)} agree with transformers' eager attention: cosine ≥ {worst:.5f}"
+        ]
         if agreeing is not None:
-            print("tokens     {} of {} are transformers' own choice too".format(*agreeing.result()))
-        passed = all(report.passes(cache) for report in reports)
-        print(f"check      {'passed' if passed else 'FAILED'}")
-        return passed
+            summary.append("tokens     {} of {} are transformers' own choice too".format(*agreeing.result()))
+        return CheckResult(passing == len(reports), summary, table)
