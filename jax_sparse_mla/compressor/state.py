@@ -29,7 +29,7 @@ def compressor_window(ratio: int, overlap: bool | None = None) -> int:
 
 
 class CompressorArrays(NamedTuple):
-    """The arrays of one `compress_kv`, under its names; the state's are None where it is, and score with them."""
+    """The arrays of one `compress_kv`, under its names; `state_kv`, `state_score` and `score` may be None together."""
 
     state_kv: Any
     state_score: Any

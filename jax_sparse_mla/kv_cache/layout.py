@@ -242,14 +242,14 @@ class Pages(NamedTuple):
 
     Attributes:
       layout, page_size: of the cache.
-      first, count: the cache's first page in the buffer, and how many it has.
+      first_page, num_pages: the cache's first page in the buffer, and how many it has.
       page_bytes: from one page's start to the next one's; None: the layout's own.
     """
 
     layout: KVLayout
     page_size: int
-    first: int
-    count: int
+    first_page: int
+    num_pages: int
     page_bytes: int | None = None
 
     @property

@@ -362,7 +362,7 @@ def write_kv(execute: Executor, data, scale, slots, kv, *, pages: Pages) -> Any:
     n, layout = slots.shape[0], pages.layout
     constants = layout_constants(layout, pages.page_size, pages.page_bytes) | WRITE_OPTIONS
     constants |= {"MIN_SCALE_EXPONENT": layout.least_exponent, "HARDWARE_CASTS": execute.device.hardware_fp8}
-    grid, scalars = (triton.cdiv(n, WRITE_OPTIONS["TOKENS"]),), (n, pages.count, pages.first)
+    grid, scalars = (triton.cdiv(n, WRITE_OPTIONS["TOKENS"]),), (n, pages.num_pages, pages.first_page)
     outputs = (Output(data.shape, "uint8", alias=3),)
     launch = Launch(write_kv_kernel, "write_kv", grid, scalars, outputs, constants)
     return execute(launch, (slots, kv, scale, data))[0]
@@ -378,7 +378,7 @@ def gather_kv(execute: Executor, data, scale, slots, workspace=None, *, pages: P
         shape, alias = workspace.shape, 3
     constants = layout_constants(pages.layout, pages.page_size, pages.page_bytes)
     constants = {**constants, "HARDWARE_CASTS": execute.device.hardware_fp8, **GATHER_OPTIONS}
-    grid, scalars = (triton.cdiv(n, GATHER_OPTIONS["TOKENS"]),), (n, pages.count, pages.first, start)
+    grid, scalars = (triton.cdiv(n, GATHER_OPTIONS["TOKENS"]),), (n, pages.num_pages, pages.first_page, start)
     outputs = (Output(shape, "bfloat16", alias=alias),)
     launch = Launch(gather_kv_kernel, "gather_kv", grid, scalars, outputs, constants)
     return execute(launch, (slots, data, scale, workspace), (out,))[0]
@@ -389,7 +389,7 @@ def split_pages(
 ) -> Any:
     """`out`, uint8 `[pages, its page_bytes]`, with the pages that `slots` touch copied into it."""
     slots = slots.reshape(-1)
-    n, num_pages = slots.shape[0], pages.count
+    n, num_pages = slots.shape[0], pages.num_pages
     grid = (triton.cdiv(n, TOUCHED_OPTIONS["BLOCK"]),)
     constants = {"PAGE_SIZE": pages.page_size, **TOUCHED_OPTIONS}
     outputs = Output((num_pages + 1,), "int32", zeroed=True), Output((min(n, num_pages),), "int32")
@@ -397,6 +397,6 @@ def split_pages(
     seen, touched_pages = execute(touched, (slots,), scratch)
     grid = (_SPLIT_PROGRAMS_PER_SM * execute.device.sm_count,)
     constants, outputs = split_constants(pages, out_pages) | SPLIT_OPTIONS, (Output(out.shape, "uint8", alias=3),)
-    scalars = num_pages, pages.first, out_pages.first
+    scalars = num_pages, pages.first_page, out_pages.first_page
     split = Launch(split_pages_kernel, "split_pages", grid, scalars, outputs, constants)
     return execute(split, (data, touched_pages, seen, out))[0]

@@ -128,7 +128,7 @@ class _Config:
 
     @property
     def shared_counts(self) -> dict[str, int]:
-        """What the devices of a mesh share evenly, by its name in messages."""
+        """Counts that the devices of a mesh share evenly, by their names in messages."""
         return {"heads": self.spec.num_heads, "experts": self.moe.num_experts}
 
     def cut(self, n: int, axis_name: str) -> Self:

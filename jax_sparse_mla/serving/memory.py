@@ -14,10 +14,14 @@ def device_memory() -> int:
     return stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+class NotEnoughMemory(ValueError):
+    """Arrays do not fit the device."""
+
+
 def check_memory(what: str, needed: int) -> None:
     """Refuses a need that is larger than the device with a ValueError that names both sizes."""
     if needed > (limit := device_memory()):
-        raise ValueError(f"does not fit: {what} {needed / 2**30:.1f} GiB, the device has {limit / 2**30:.1f} GiB")
+        raise NotEnoughMemory(f"does not fit: {what} {needed / 2**30:.1f} GiB, the device has {limit / 2**30:.1f} GiB")
 
 
 def size_of(arrays: Any) -> int:

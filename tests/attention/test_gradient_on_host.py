@@ -47,7 +47,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     return compiled_once("sparse_backward", "sparse_backward", tmp_path_factory, watched=True)
 
 
-@pytest.mark.always("V4, two blocks of keys")
+@pytest.mark.always("V3.2, a second tile of heads")
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_is_float64_s_and_accesses_have_an_order(library, name):
     library.races_found()

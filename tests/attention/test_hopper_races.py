@@ -16,7 +16,7 @@ from decode_on_host import CACHES, PLANS, case_and_plan, check_on_host
 from host_build import changed_kernels, compiled_once, compiled_to_be_watched, replace_once
 
 # The gradient's races are watched in every run: `test_gradient_on_host.py`.
-pytestmark = [pytest.mark.no_gpu, pytest.mark.long]
+pytestmark = pytest.mark.no_gpu
 
 CASES = [(layouts, plan) for layouts in CACHES for plan in PLANS]
 
@@ -31,6 +31,7 @@ def control(tmp_path_factory) -> ctypes.CDLL:
     return compiled_once("races_control", "sparse_decode", tmp_path_factory, watched=True)
 
 
+@pytest.mark.always("0")
 @pytest.mark.parametrize("seed", range(3))
 def test_barriers_that_order_accesses_and_those_that_do_not(seed, control):
     for number in range(control.programs()):
@@ -39,6 +40,7 @@ def test_barriers_that_order_accesses_and_those_that_do_not(seed, control):
             assert (control.races_found() == 0) == ordered, (number, ordered)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layouts", "plan"), CASES, ids=lambda x: x if isinstance(x, str) else "+".join(x))
 def test_accesses_have_an_order(layouts, plan, library):
     case, how = case_and_plan(layouts, plan)
@@ -60,6 +62,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("file", "line", "other", "plan"), ORDERS, ids=lambda x: x.partition(";")[0])
 def test_a_missing_order_is_found(file, line, other, plan, tmp_path):
     changed = changed_kernels("sparse_decode", tmp_path)

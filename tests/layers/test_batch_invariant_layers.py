@@ -37,7 +37,7 @@ def run(world, ratio: int | None, count: int, num_rows: int, *, gathered: bool, 
     return np.asarray(out)[:FEW].view(np.uint16), None if positions is None else np.asarray(positions)[:FEW]
 
 
-@pytest.mark.always("4-False")
+@pytest.mark.always("None-True", "4-False")
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("ratio", [None, 0, 4, 128])
 def test_a_row_does_not_depend_on_the_number_of_rows(ratio, gathered):

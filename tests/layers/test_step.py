@@ -379,7 +379,7 @@ def test_the_plan_decides_what_a_step_attends_to(mode, rows, gathered, expected)
 # ---- JAX's 64 bit types ----
 
 
-@pytest.mark.always("V4 ratio 4")
+@pytest.mark.always("V4 ratio 4", "V3.2")
 @all_layers
 def test_64_bit_types_change_nothing(ratio):
     """With `jax_enable_x64` Python's numbers are int64 and float64 to some of JAX's functions."""

@@ -83,7 +83,7 @@ def test_cache_kernels(layout):
 
     out, halves = random_bytes(2 * PAGES, layout.page_bytes(2)), Pages(layout, 2, 0, 2 * PAGES)
     want = kv_cache.split_pages(execute, tensor(out), alone, slots, pages=own, out_pages=halves)
-    halves = halves._replace(first=2 * WHERE[0])
+    halves = halves._replace(first_page=2 * WHERE[0])
     got = kv_cache.split_pages(execute, among_others(out), pool, slots, pages=shared, out_pages=halves)
     assert_ours_alone(got, want, among_others(out))
 

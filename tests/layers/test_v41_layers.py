@@ -447,7 +447,7 @@ def test_what_is_refused():
 
 
 def test_v4s_kernel_writes_no_layer(monkeypatch):
-    """Of V4's layouts neither: through it, a sink in an array of several layers would have no gradient."""
+    """Nor where the layouts are V4's: through it, a sink in an array of several layers would have no gradient."""
     spec = dataclasses.replace(SPEC, kv_layout=KVLayout.V4_FP8, compressed_layout=None)
     pools, reader = empty(spec), 5
     positions = jnp.zeros((2, spec.index_topk), jnp.int32)

@@ -281,7 +281,7 @@ def test_bad_tensors_are_refused_by_name():
         build(dataclasses.replace(batch, mode=ForwardMode.TARGET_VERIFY), tables)
     with pytest.raises(ValueError, match=r"out_cache_loc must have one entry per request in DECODE, \[2\], got \[3\]"):
         build(dataclasses.replace(batch, out_cache_loc=tensor([1, 2, 3])), tables)
-    with pytest.raises(ValueError, match="no compress ratio or V4's 4 and beside it at most one more"):
+    with pytest.raises(ValueError, match=r"V4's compress ratios \(none, 4, or 4 and one more\)"):
         spec = dataclasses.replace(TINY_V4, compress_ratios=(0, 8))
         torch_metadata.build_v4_metadata(spec, batch, tables)
     with pytest.raises(ValueError, match=r"out.page_table must have shape"):

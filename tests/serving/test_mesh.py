@@ -16,14 +16,14 @@ def of_four_devices(request):
     return results(start(*chosen, devices=4))
 
 
-@pytest.mark.always("refusals", "one_layer")
-@pytest.mark.parametrize("case", ["refusals", "one_layer", "v4", "made_cut"])
+@pytest.mark.always("refusals", "windows")
+@pytest.mark.parametrize("case", ["refusals", "windows", "v4", "made_cut"])
 def test_every_layout_gives_the_tokens_of_one_device(of_four_devices, case):
     """Requests and heads over two devices each."""
     assert of_four_devices[case] == "", of_four_devices[case]
 
 
-@pytest.mark.long  # test_two_processes cuts requests too, over two devices
+@pytest.mark.long  # `windows` cuts requests too, over two devices
 def test_requests_over_four_devices():
     """To the bit what one device makes, since each is an engine by itself."""
     (failure,) = results(start("v4_requests", devices=4)).values()

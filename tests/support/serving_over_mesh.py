@@ -133,9 +133,8 @@ def v4():
     layouts(V4, [(2, 2)])
 
 
-def one_layer():
-    kinds = dict(num_hidden_layers=1, layer_types=["sliding_attention"], mlp_layer_types=["moe"])
-    layouts(V4 | kinds, [(2, 2)])
+def windows():
+    layouts(WINDOWS, [(2, 2)])
 
 
 def v4_requests():
@@ -218,7 +217,7 @@ def refusals():
         assert_refused(call, words)
 
 
-_CASES = v4, v4_requests, v4_heads, glm53, v32, drafts_and_prefixes, draft_layers, made_cut, one_layer, refusals
+_CASES = v4, v4_requests, v4_heads, glm53, v32, drafts_and_prefixes, draft_layers, made_cut, windows, refusals
 CASES = {case.__name__: case for case in _CASES}
 
 

@@ -48,7 +48,7 @@ class Options(NamedTuple):
     batch_invariant: bool = False
     assume_valid_indices: bool = False
     beside_flashmla: bool = False  # the caller has FlashMLA's functions, and leaves to them what they do sooner
-    keeps_memory: bool = True  # not in a compiled graph, whose memory what the call allocates may be
+    keeps_memory: bool = True  # False in a compiled graph, which owns the memory that the call allocates
     kv_layout: str | None = None  # of `pages.NAMED_LAYOUTS`; None: that of `pages.LAYOUTS` with k_cache's bytes
 
 

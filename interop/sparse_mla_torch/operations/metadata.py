@@ -90,7 +90,7 @@ def build_v4_metadata(
     check = TensorChecks("build_v4_metadata", batch.seq_lens)
     if not spec.windowed or not has_v4_kernel(spec):
         raise check.fail(
-            "spec must have a window, and no compress ratio or V4's 4 and beside it at most one more, "
+            "spec must have a window and V4's compress ratios (none, 4, or 4 and one more), "
             f"got {spec.name} ({spec.window}, {spec.compress_ratios})"
         )
     batch, tables = _checked_step(check, spec, batch, tables)

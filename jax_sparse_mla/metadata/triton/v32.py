@@ -7,17 +7,19 @@ steps take a third, which lists the slots of all requests' tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 from jax_sparse_mla.launch.describe import Executor, Launch, Output
-from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables
 from jax_sparse_mla.metadata.triton.schedules import count_at_most
 from jax_sparse_mla.metadata.triton.v4 import batch_bounds, locate_row, request_lens
 from jax_sparse_mla.metadata.triton.window import divide, request_options, take_2d
 from jax_sparse_mla.models import ModelSpec
+
+if TYPE_CHECKING:
+    from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables
 
 _INT_MAX = tl.constexpr(2**31 - 1)
 

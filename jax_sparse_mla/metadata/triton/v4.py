@@ -7,16 +7,18 @@ request is known by where each request's rows start.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 from jax_sparse_mla.launch.describe import Executor, Launch, Output
-from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables
 from jax_sparse_mla.metadata.triton.schedules import count_at_most
 from jax_sparse_mla.metadata.triton.window import divide, request_options, take, take_2d, window_slots
 from jax_sparse_mla.models import ModelSpec
+
+if TYPE_CHECKING:
+    from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables
 
 _INT_MAX = tl.constexpr(2**31 - 1)
 

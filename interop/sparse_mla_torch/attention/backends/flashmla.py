@@ -92,7 +92,8 @@ def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
 def _decode_at_once(operator: Callable, scale: float, takes_lengths: bool, sanitise: Sanitiser | None) -> Callable:
     """One call of the operator makes the results."""
 
-    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into=None):
+    def run(q, *arguments):
+        k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, _ = arguments
         if sanitise is not None:
             indices, lengths, extra_indices, extra_lengths, attn_sink = sanitise.again(
                 indices, lengths, extra_indices, extra_lengths, attn_sink
@@ -113,7 +114,8 @@ def _decode_in_pieces(
 ) -> Callable[..., Results]:
     """Pads heads, and splits requests that are too many for one call of the operator; `alone` makes each call."""
 
-    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into=None):
+    def run(q, *arguments):
+        k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, _ = arguments
         if sanitise is not None:
             indices, lengths, extra_indices, extra_lengths, attn_sink = sanitise(
                 indices, lengths, extra_indices, extra_lengths, attn_sink
@@ -124,7 +126,7 @@ def _decode_in_pieces(
             piece = slice(start, start + chunk)
             rows = [x if x is None else x[piece] for x in (q, indices, lengths, extra_indices, extra_lengths)]
             tables = (k_cache, rows[1], rows[2], extra_k_cache, rows[3], rows[4])
-            out, lse = alone(rows[0], *tables, attn_sink, schedule if chunk >= batch else Schedule())
+            out, lse = alone(rows[0], *tables, attn_sink, schedule if chunk >= batch else Schedule(), None)
             pieces.append((out[:, :, :heads], lse[:, :heads]))
         return tuple(torch.cat(x) for x in zip(*pieces))
 

@@ -56,7 +56,8 @@ def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     launch = launcher.planned(library.sparse_decode_run(), plan_bytes, _NUM_TENSORS)
     scratch_bytes = plan.scratch_bytes
 
-    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
+    def run(q, *arguments):
+        *tables, attn_sink, _, into = arguments
         q = q.contiguous()
         out, lse = into or (None, None)
         if out is None:
@@ -65,7 +66,6 @@ def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
             lse = q.new_empty(shape, dtype=torch.float32)
         # From torch's pool, which a graph that captures the call keeps.
         scratch = q.new_empty(scratch_bytes, dtype=torch.uint8) if scratch_bytes else None
-        tables = (k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths)
         launch(q, *tables, attn_sink, out, lse, scratch)
         return out, lse.transpose(1, 2)
 

@@ -28,7 +28,8 @@ def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
             return None
         return PagedKV(data=page_rows(k_cache, table.layout), layout=table.layout, page_size=table.page_size)
 
-    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
+    def run(q, *arguments):
+        k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, _, _ = arguments
         out, lse = call(
             *(sparse_mla_decode, _dense(q), cache_of(k_cache, tables[0]), indices.contiguous()),
             topk_length=_dense(lengths),

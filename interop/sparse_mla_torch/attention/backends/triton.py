@@ -57,15 +57,15 @@ def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     )
     attend = Attention(*launches)
 
-    def run(q, k_cache, indices, lengths, extra_k_cache, extra_indices, extra_lengths, attn_sink, schedule, into):
+    def run(q, *arguments):
+        *call_tables, attn_sink, _, into = arguments
         q = q.contiguous()
-        call_tables = (k_cache, indices, lengths), (extra_k_cache, extra_indices, extra_lengths)
         out, lse = into or (None, None)
         if out is None:
             out = q.new_empty((batch, q_len, heads, V_DIM))
         if lse is None:
             lse = q.new_empty((batch, q_len, heads), dtype=torch.float32)
-        attend(q, call_tables[: len(tables)], attn_sink, out, lse)
+        attend(q, (call_tables[:3], call_tables[3:])[: len(tables)], attn_sink, out, lse)
         return out, lse.transpose(1, 2)
 
     return run
