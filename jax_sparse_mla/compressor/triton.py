@@ -128,15 +128,16 @@ def _load(ptr, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def _load_token(step_ptr, ring_ptr, of_step, exists, SOURCE: tl.constexpr, MASKED: tl.constexpr):
-    """Values of a token of this step or of the ring, where SOURCE says "either"; 0 where it does not exist."""
+    """Values of a token of this step or, unless SOURCE is "step", of the ring; 0 where it does not exist."""
     if SOURCE == "step":
         return _load(step_ptr, exists, MASKED)
-    elif SOURCE == "ring":
-        return _load(ring_ptr, exists, MASKED)
     elif step_ptr.dtype.element_ty == tl.float32:
         return _load(tl.where(of_step, step_ptr, ring_ptr), exists, MASKED)
     else:  # the one or the other is 0; a sum takes fewer registers than a choice
-        return _load(step_ptr, exists & of_step, True) + _load(ring_ptr, exists & (of_step == 0), True)
+        of_ring = of_step == 0
+        if MASKED:
+            of_step, of_ring = exists & of_step, exists & of_ring
+        return _load(step_ptr, of_step, True) + _load(ring_ptr, of_ring, True)
 
 
 @triton.jit
@@ -146,7 +147,7 @@ def _pool_tokens(
     pointers,  # (kv, score) of the window's first token in the step, those of the state, ape; with the channels
     window_at,  # (position of the window's first token, first row of the request's ring, tokens in the ring)
     in_head,  # channels
-    SOURCE: tl.constexpr,  # of the tokens' values: "ring", "step" or "either"
+    SOURCE: tl.constexpr,  # of the tokens' values: "step"; "either"; "tail", the ring but for the last UNROLL
     RATIO: tl.constexpr,
     OVERLAP: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -177,10 +178,16 @@ def _pool_tokens(
         slot = first_slot + i if AHEAD else ring + position % RING
         step_at, ring_at = start * width, slot * width
         at = i * width + half
-        kv = _load_token(kv_ptr + step_at + at, state_kv_ptr + ring_at + half, of_step, exists, SOURCE, MASKED)
+        kv_at, score_at = kv_ptr + step_at + at, score_ptr + step_at + at
+        ring_at += half
+        if SOURCE == "tail" and i < LOADED - UNROLL:
+            kv = _load(state_kv_ptr + ring_at, exists, MASKED)
+            score = _load(state_score_ptr + ring_at, exists, MASKED)
+        else:
+            kv = _load_token(kv_at, state_kv_ptr + ring_at, of_step, exists, SOURCE, MASKED)
+            score = _load_token(score_at, state_score_ptr + ring_at, of_step, exists, SOURCE, MASKED)
         if SOURCE != "either" and kv_ptr.dtype.element_ty != tl.float32:
             kv += 0.0  # -0 becomes 0, as in the sum of either
-        score = _load_token(score_ptr + step_at + at, state_score_ptr + ring_at + half, of_step, exists, SOURCE, MASKED)
         ape_at = start * width + i * width if OVERLAP == 1 else token % RATIO * width + half
         ape = _load(ape_ptr + ape_at, exists, MASKED)
         if MASKED:
@@ -218,6 +225,7 @@ def window_entry(
     HEAD_DIM: tl.constexpr,  # even
     HEAD_POW2: tl.constexpr,
     ROPE_DIM: tl.constexpr,
+    MOST: tl.constexpr,  # "ring" or "step": most tokens of most windows are there. It changes speed alone
 ):
     """The entry, bfloat16 [HEAD_POW2]; what lies past HEAD_DIM is 0.
 
@@ -249,24 +257,31 @@ def window_entry(
     window_at = last_position - (window - 1), (request.to(tl.int64) + first_request) * RING, of_ring
     sums = tl.full([HEAD_POW2], float("-inf"), tl.float32), tl.zeros([HEAD_POW2], tl.float32)
     sums = sums + (tl.zeros([HEAD_POW2], tl.float32),)  # noqa: RUF005
+    # Triton's time to compile grows with the third power of the loads: no kernel has all three kinds of blocks.
     # fmt: off
     if window == LOADED:  # One block is the whole window: its tokens may be in both.
         sums = _pool_tokens(
             sums, 0, pointers, window_at, in_head,
             "either", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
         )
-    else:
-        ring_end = of_ring // LOADED * LOADED
-        step_begin = tl.cdiv(of_ring, LOADED) * LOADED
+    elif MOST == "ring":
+        ring_end = of_ring // LOADED * LOADED if of_ring < window - UNROLL else window
         for start in tl.range(0, ring_end, LOADED):
             sums = _pool_tokens(
                 sums, start, pointers, window_at, in_head,
-                "ring", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
+                "tail", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
             )
-        if ring_end < step_begin:
+        for start in tl.range(ring_end, window, UNROLL):
             sums = _pool_tokens(
-                sums, ring_end, pointers, window_at, in_head,
-                "either", RATIO, OVERLAP, UNROLL, LOADED, RING, HEAD_DIM, HEAD_POW2,
+                sums, start, pointers, window_at, in_head,
+                "either", RATIO, OVERLAP, UNROLL, UNROLL, RING, HEAD_DIM, HEAD_POW2,
+            )
+    else:
+        step_begin = tl.cdiv(of_ring, LOADED) * LOADED
+        for start in tl.range(0, step_begin, UNROLL):
+            sums = _pool_tokens(
+                sums, start, pointers, window_at, in_head,
+                "either", RATIO, OVERLAP, UNROLL, UNROLL, RING, HEAD_DIM, HEAD_POW2,
             )
         for start in tl.range(step_begin, window, LOADED):
             sums = _pool_tokens(
@@ -350,6 +365,7 @@ def entries_kernel(
     HEAD_POW2: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     ROWS_POW2: tl.constexpr,  # at least num_rows, or 0: the rows were found before
+    MOST: tl.constexpr,  # as of window_entry
 ):
     """An entry per program."""
     entry = tl.program_id(0)
@@ -382,6 +398,7 @@ def entries_kernel(
             HEAD_DIM,
             HEAD_POW2,
             ROPE_DIM,
+            MOST,
         )
         tl.store(target, values, mask=channel < HEAD_DIM)
     else:
@@ -455,6 +472,7 @@ def compress(
         find = Launch(find_rows_kernel, "compress_find_rows", grid, scalars, (rows_output,), constants)
         completing = execute(find, step, (out[1],))[0]
     constants = entry_constants(ratio, kv.shape[1] // head_dim, head_dim, 2 * inv_freq.shape[0], ring)
+    constants["MOST"] = "step" if num_rows > 16 * num_requests else "ring"
     constants["ROWS_POW2"] = triton.next_power_of_2(num_rows) if num_rows <= SEARCHED_ROWS else 0
     scalars = num_rows, num_requests, max_requests, first_request, norm_eps
     outputs = Output((num_entries, head_dim), "bfloat16"), rows_output

@@ -137,7 +137,7 @@ def v4_layer_kernel(
                 )
                 entry = window_entry(
                     rows, (index_state_kv_in_ptr, index_state_score_in_ptr, first_request), step, params, task,
-                    RATIO, OVERLAP, WINDOW_POW2, UNROLL, LOADED, RING, _DIM, _DIM, ROPE_DIM,
+                    RATIO, OVERLAP, WINDOW_POW2, UNROLL, LOADED, RING, _DIM, _DIM, ROPE_DIM, "ring",
                 )  # fmt: skip
                 # If Triton sees that `entry` is two joined halves, it orders the dot's sums differently and the bits
                 # differ from `write_index_k`. Summing over one element hides the join.
@@ -169,7 +169,7 @@ def v4_layer_kernel(
                 )
                 entry = window_entry(
                     rows, (state_kv_in_ptr, state_score_in_ptr, first_request), step, params, task,
-                    RATIO, OVERLAP, WINDOW_POW2, UNROLL, LOADED, RING, QK_DIM, QK_DIM, ROPE_DIM,
+                    RATIO, OVERLAP, WINDOW_POW2, UNROLL, LOADED, RING, QK_DIM, QK_DIM, ROPE_DIM, "ring",
                 )  # fmt: skip
                 bits = tl.reshape(entry, [QK_DIM // _CHUNK, _CHUNK]).to(tl.int16, bitcast=True).to(tl.int32)
                 store_row(
