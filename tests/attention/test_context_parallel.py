@@ -107,6 +107,17 @@ def test_any_packed_lists_are_those_of_plain_jax(seed, size, widths, interleaves
     check_packed(seed, size, widths, interleaves, has_lengths, all_slots)
 
 
+def test_every_index_is_somebody_s_once():
+    """Ranks together have what the lists have, in any chunking of the kernel's."""
+    rng, rule, lists = np.random.default_rng(0), Ownership(3, 4), []
+    indices = jnp.asarray(rng.permutation(9000)[None], jnp.int32)
+    for rank in range(3):
+        own, count = triton_ownership.pack(EXECUTOR(), jnp.int32(rank), indices, size=3, lists=[(4, INT_MAX, False)])
+        assert not np.any(own[0, : count[0]] < 0) and np.all(own[0, count[0] :] == -1)
+        lists.append(rule.position(np.asarray(own[0, : count[0]]), rank))
+    np.testing.assert_array_equal(np.sort(np.concatenate(lists)), np.arange(9000))
+
+
 @pytest.mark.parametrize("shapes", [((2, 3, 0), (2, 3, 5)), ((2, 3, 5), (2, 3, 0)), ((0, 3, 5), (0, 3, 1))])
 def test_lists_without_an_entry(shapes):
     lists = [Positions(Ownership(2, 1), 9, jnp.full(shape, 4, jnp.int32), None) for shape in shapes]
