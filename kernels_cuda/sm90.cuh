@@ -298,117 +298,49 @@ __device__ __forceinline__ void wait_products() {
   PLACES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
             "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// 64 x 64 += (64 x 16) · (16 x 64), both matrices by rows; = instead of += where `add` is false.
+// 64 x N += (64 x 16) · (16 x N) of bfloat16, both matrices in shared memory; = instead of += where `add` is false. The
+// first is by rows or else by columns and then of 64 columns, the second by rows, or by columns where BY_COLUMNS is "1".
+#define MULTIPLY_SHARED(name, sums, N, A, B, ADD, A_BY_COLUMNS, BY_COLUMNS)                                    \
+  template <bool kByColumns>                                                                                   \
+  __device__ __forceinline__ void name(float (&d)[sums], uint64_t a, uint64_t b, bool add) {                   \
+    asm volatile(                                                                                              \
+        "{\n.reg .pred p;\n"                                                                                   \
+        "setp.ne.b32 p, " ADD ", 0;\n"                                                                         \
+        "wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" PLACES_##sums                              \
+        "}, " A ", " B ", p, 1, 1, " A_BY_COLUMNS ", " BY_COLUMNS ";\n}"                                       \
+        : FLOATS_##sums(d)                                                                                     \
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kByColumns)));                      \
+  }
+
+MULTIPLY_SHARED(multiply, 8, "16", "%8", "%9", "%10", "%11", "0")
+MULTIPLY_SHARED(multiply, 16, "32", "%16", "%17", "%18", "%19", "0")
+MULTIPLY_SHARED(multiply, 32, "64", "%32", "%33", "%34", "%35", "0")
+MULTIPLY_SHARED(multiply_by_columns, 32, "64", "%32", "%33", "%34", "%35", "1")
+MULTIPLY_SHARED(multiply_by_columns, 64, "128", "%64", "%65", "%66", "%67", "1")
+
+// Both matrices by rows.
 __device__ __forceinline__ void multiply_64(float (&d)[32], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" PLACES_32
-      "}, %32, %33, p, 1, 1, 0, 0;\n}"
-      : FLOATS_32(d)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+  multiply<false>(d, a, b, add);
 }
 
-// 64 x 128 += (64 x 16) · (16 x 128), the second matrix by columns, the first by rows or else by columns; = instead of +=
-// where `add` is false. The other has 64 columns.
-template <bool kByColumns>
-__device__ __forceinline__ void multiply_by_columns(float (&d)[64], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PLACES_64
-      "}, %64, %65, p, 1, 1, %67, 1;\n}"
-      : FLOATS_64(d)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kByColumns)));
-}
+// 64 x N += (64 x 32) · (32 x N) of 8-bit numbers, the first matrix in registers, the second by rows; = where `add` is
+// false.
+#define MULTIPLY_REGISTERS(name, sums, N, TYPES, A, B, ADD)                                                    \
+  __device__ __forceinline__ void name(float (&d)[sums], const uint32_t (&a)[4], uint64_t b, bool add) {       \
+    asm volatile(                                                                                              \
+        "{\n.reg .pred p;\n"                                                                                   \
+        "setp.ne.b32 p, " ADD ", 0;\n"                                                                         \
+        "wgmma.mma_async.sync.aligned.m64n" N "k32.f32." TYPES " {" PLACES_##sums                              \
+        "}, {" A "}, " B ", p, 1, 1;\n}"                                                                       \
+        : FLOATS_##sums(d)                                                                                     \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                     \
+  }
 
-template <bool kByColumns>
-__device__ __forceinline__ void multiply_by_columns(float (&d)[32], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" PLACES_32
-      "}, %32, %33, p, 1, 1, %35, 1;\n}"
-      : FLOATS_32(d)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kByColumns)));
-}
-
-// 64 x 16 and 64 x 32: += (64 x 16) · (16 x 16 or 32), the second matrix by rows, the first too or else by columns.
-template <bool kByColumns>
-__device__ __forceinline__ void multiply(float (&d)[8], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.b32 p, %10, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" PLACES_8
-      "}, %8, %9, p, 1, 1, %11, 0;\n}"
-      : FLOATS_8(d)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kByColumns)));
-}
-
-template <bool kByColumns>
-__device__ __forceinline__ void multiply(float (&d)[16], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.b32 p, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" PLACES_16
-      "}, %16, %17, p, 1, 1, %19, 0;\n}"
-      : FLOATS_16(d)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kByColumns)));
-}
-
-// 64 x 64 += (64 x 32) · (32 x 64) of e4m3, the first matrix in registers, the second by rows; = where `add` is false.
-// The other has 128 columns.
-__device__ __forceinline__ void multiply(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" PLACES_32
-      "}, {%32, %33, %34, %35}, %36, p, 1, 1;\n}"
-      : FLOATS_32(d)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
-}
-
-__device__ __forceinline__ void multiply(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" PLACES_64
-      "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n}"
-      : FLOATS_64(d)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
-}
-
-// 64 x N += (64 x 32) · (32 x N) of e5m2, N of 16, 32 or 64, the first matrix in registers, the second by rows; = where
-// `add` is false.
-__device__ __forceinline__ void multiply_e5m2(float (&d)[8], const uint32_t (&a)[4], uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.b32 p, %13, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e5m2.e5m2 {" PLACES_8
-      "}, {%8, %9, %10, %11}, %12, p, 1, 1;\n}"
-      : FLOATS_8(d)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
-}
-
-__device__ __forceinline__ void multiply_e5m2(float (&d)[16], const uint32_t (&a)[4], uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.b32 p, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e5m2.e5m2 {" PLACES_16
-      "}, {%16, %17, %18, %19}, %20, p, 1, 1;\n}"
-      : FLOATS_16(d)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
-}
-
-__device__ __forceinline__ void multiply_e5m2(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e5m2.e5m2 {" PLACES_32
-      "}, {%32, %33, %34, %35}, %36, p, 1, 1;\n}"
-      : FLOATS_32(d)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
-}
+MULTIPLY_REGISTERS(multiply, 32, "64", "e4m3.e4m3", "%32, %33, %34, %35", "%36", "%37")
+MULTIPLY_REGISTERS(multiply, 64, "128", "e4m3.e4m3", "%64, %65, %66, %67", "%68", "%69")
+MULTIPLY_REGISTERS(multiply_e5m2, 8, "16", "e5m2.e5m2", "%8, %9, %10, %11", "%12", "%13")
+MULTIPLY_REGISTERS(multiply_e5m2, 16, "32", "e5m2.e5m2", "%16, %17, %18, %19", "%20", "%21")
+MULTIPLY_REGISTERS(multiply_e5m2, 32, "64", "e5m2.e5m2", "%32, %33, %34, %35", "%36", "%37")
 
 // 16 x 8 += (16 x 16) · (16 x 8) of bfloat16 numbers in the registers of one warp. Lane l has of the first matrix
 // columns 2 (l % 4) and the next of rows l / 4 and l / 4 + 8, then the same 8 columns further; of the second the same
@@ -420,6 +352,8 @@ __device__ __forceinline__ void multiply_in_warp(float* d, const uint32_t (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+#undef MULTIPLY_SHARED
+#undef MULTIPLY_REGISTERS
 #undef FLOATS_8_FROM
 #undef FLOATS_8
 #undef FLOATS_16

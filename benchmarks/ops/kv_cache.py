@@ -87,7 +87,6 @@ def _split(rng: np.random.Generator) -> Case:
     shape = (POOL_PAGES * 4, V4.page_bytes(64))
     jax_cache, torch_cache = _jax_cache(pool), _torch_cache(pool)
     out = PagedKV(data=torch.zeros(shape, dtype=torch.uint8, device="cuda"), layout=V4, page_size=64)
-    scratch = torch_kv.SplitScratch.allocate(POOL_PAGES, slots.size, "cuda")
 
     def small() -> PagedKV:
         return PagedKV(data=jnp.zeros(shape, jnp.uint8), layout=V4, page_size=64)
@@ -98,7 +97,7 @@ def _split(rng: np.random.Generator) -> Case:
     return Case(
         ours={
             "jax": in_place(lambda o, c, s: split_pages(c, 64, slots=s, out=o), small(), jax_cache, jax_slots),
-            "torch": Run(lambda: torch_kv.split_pages(torch_cache, out, torch_slots, scratch=scratch), "torch"),
+            "torch": Run(lambda: torch_kv.split_pages(torch_cache, out, torch_slots), "torch"),
         },
         peers={"xla": in_place(plain, small(), jax_cache, jax_slots)},
         bytes=128 * 2 * PAGE_SIZE * V4.bytes_per_token,

@@ -51,19 +51,6 @@ class Ownership:
         for field in dataclasses.fields(self):
             check.static_int(field.name, getattr(self, field.name), minimum=1)
 
-    def of_groups(self, ratio: int) -> Ownership:
-        """The rule for groups of `ratio` tokens, which a compressor makes one entry of: each lies where its tokens do.
-
-        Raises:
-          ValueError: a turn is not whole groups.
-        """
-        if ratio < 1 or self.interleave % ratio:
-            raise ValueError(
-                f"Ownership: turns of {self.interleave} tokens are not whole groups of {ratio}: "
-                f"take an interleave that {ratio} divides"
-            )
-        return Ownership(self.size, self.interleave // ratio)
-
     def owner(self, positions: jax.Array) -> jax.Array:
         """The ranks of these positions, int32 of any shape."""
         return positions // self.interleave % self.size

@@ -5,7 +5,7 @@ This package knows bytes, not attention. A slot is a token of a paged buffer; a 
 
 from jax_sparse_mla.kv_cache.layout import KVLayout
 from jax_sparse_mla.kv_cache.paged import PagedKV, ScaledPagedKV
-from jax_sparse_mla.kv_cache.quantize import quantize_e2m1, quantize_ue8m0
+from jax_sparse_mla.kv_cache.quantize import quantize_ue8m0
 from jax_sparse_mla.kv_cache.rows import dequantize_kv, gather_kv, write_kv
 from jax_sparse_mla.kv_cache.split import split_pages
 
@@ -15,7 +15,6 @@ __all__ = [
     "ScaledPagedKV",
     "dequantize_kv",
     "gather_kv",
-    "quantize_e2m1",
     "quantize_ue8m0",
     "split_pages",
     "write_kv",

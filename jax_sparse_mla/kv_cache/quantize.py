@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_sparse_mla.argument_checks import BF16, FLOATS, ArgumentChecks
+from jax_sparse_mla.argument_checks import FLOATS, ArgumentChecks
 from jax_sparse_mla.kv_cache.layout import KVLayout
 
 E4M3_MAX = 448.0  # 1.75 * 2^8, the largest float8_e4m3fn
@@ -144,7 +144,13 @@ def quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
       TypeError: x is of another dtype, or group is no int.
       ValueError: x has no dimension, or group does not divide its last one.
     """
-    x, group = _check_groups(ArgumentChecks("quantize_ue8m0"), x, group)
+    check = ArgumentChecks("quantize_ue8m0")
+    x = check("x", x, (None,) * check.rank("x", x), FLOATS)
+    group = check.static_int("group", group, minimum=1)
+    if x.ndim == 0:
+        raise check.fail("x must have shape [..., d], got []")
+    if x.shape[-1] % group:
+        raise check.fail(f"group must divide the last dimension of x, {x.shape[-1]}, got {group}")
     return _quantize_ue8m0(x, group)
 
 
@@ -152,48 +158,6 @@ def quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
 def _quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
     values, exponents = quantize_groups(x.astype(jnp.float32), group, KVLayout.V4_FP8.min_scale_exponent)
     return values, (exponents + EXPONENT_BIAS).astype(jnp.uint8)
-
-
-def quantize_e2m1(x: jax.Array, group: int = KVLayout.V41_FP4.group) -> tuple[jax.Array, jax.Array]:
-    """Quantises groups of values to e2m1 (FP4) with e4m3 scales, by DeepSeek-V4.1's rule.
-
-    Per group the scale is `e4m3(clip(amax / 6, 2^-9, 448))`, to nearest even, and each value the e2m1 number nearest to
-    `x / scale`: 0, 0.5, 1, 1.5, 2, 3, 4 or 6 of either sign, ties to the even code, at most ±6. FlashMLA, SGLang and
-    vLLM write the same bytes.
-
-    Args:
-      x: bfloat16 `[..., d]`.
-      group: values per scale; even, and must divide d. Static.
-
-    Returns:
-      `(packed, scales)`: uint8 `[..., d // 2]`, value 2i in the low nibble of byte i, and float8_e4m3fn
-      `[..., d // group]`. A group with a NaN has a NaN for its scale and zeros.
-
-    Raises:
-      TypeError: x is of another dtype, or group is no int.
-      ValueError: x has no dimension, group is odd, or group does not divide its last one.
-    """
-    check = ArgumentChecks("quantize_e2m1")
-    x, group = _check_groups(check, x, group, BF16)
-    if group % 2:
-        raise check.fail(f"group must be even, got {group}")
-    return _quantize_e2m1(x, group)
-
-
-def _check_groups(check: ArgumentChecks, x: jax.Array, group: int, dtypes=FLOATS) -> tuple[jax.Array, int]:
-    x = check("x", x, (None,) * check.rank("x", x), dtypes)
-    group = check.static_int("group", group, minimum=1)
-    if x.ndim == 0:
-        raise check.fail("x must have shape [..., d], got []")
-    if x.shape[-1] % group:
-        raise check.fail(f"group must divide the last dimension of x, {x.shape[-1]}, got {group}")
-    return x, group
-
-
-@functools.partial(jax.jit, static_argnames="group")
-def _quantize_e2m1(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
-    codes, scales = _by_e4m3(x.astype(jnp.float32), group, KVLayout.V41_FP4.min_scale_exponent)
-    return codes, lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
 
 
 def encode_rows(layout: KVLayout, kv: jax.Array, tensor_scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,6 @@ HARDWARE_CASTS is `number_formats`'.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -384,9 +383,7 @@ def gather_kv(execute: Executor, data, scale, slots, workspace=None, *, pages: P
     return execute(launch, (slots, data, scale, workspace), (out,))[0]
 
 
-def split_pages(
-    execute: Executor, out, data, slots, *, pages: Pages, out_pages: Pages, scratch: Sequence[Any] | None = None
-) -> Any:
+def split_pages(execute: Executor, out, data, slots, *, pages: Pages, out_pages: Pages) -> Any:
     """`out`, uint8 `[pages, its page_bytes]`, with the pages that `slots` touch copied into it."""
     slots = slots.reshape(-1)
     n, num_pages = slots.shape[0], pages.num_pages
@@ -394,7 +391,7 @@ def split_pages(
     constants = {"PAGE_SIZE": pages.page_size, **TOUCHED_OPTIONS}
     outputs = Output((num_pages + 1,), "int32", zeroed=True), Output((min(n, num_pages),), "int32")
     touched = Launch(touched_pages_kernel, "touched_pages", grid, (n, num_pages), outputs, constants)
-    seen, touched_pages = execute(touched, (slots,), scratch)
+    seen, touched_pages = execute(touched, (slots,))
     grid = (_SPLIT_PROGRAMS_PER_SM * execute.device.sm_count,)
     constants, outputs = split_constants(pages, out_pages) | SPLIT_OPTIONS, (Output(out.shape, "uint8", alias=3),)
     scalars = num_pages, pages.first_page, out_pages.first_page

@@ -122,17 +122,14 @@ def make_chunk(seed: int = 0) -> Chunk:
     return chunk
 
 
-def oracle(chunk: Chunk, ratio: int, *, window_kept=None, compressed_kept=None, sink=SINK):
-    """out, lse; `*_kept(request, position or entry)` tells what fits where capacities are too small."""
+def oracle(chunk: Chunk, ratio: int, *, sink=SINK):
+    """out, lse."""
     out, lse = np.zeros((ROWS, HEADS, 512)), np.full((ROWS, HEADS), -np.inf)
     for row, (b, p) in enumerate(chunk.rows()):
-        keys = []
-        for position in range(max(0, p - WINDOW + 1), p + 1):
-            if window_kept is None or window_kept(b, position):
-                keys.append(chunk.token_key(b, position))
+        keys = [chunk.token_key(b, position) for position in range(max(0, p - WINDOW + 1), p + 1)]
         entries = {0: [], 4: chunk.chosen[row][: (p + 1) // 4], 128: range((p + 1) // 128)}[ratio]
         for entry in entries:
-            if 0 <= entry < (p + 1) // ratio and (compressed_kept is None or compressed_kept(b, entry)):
+            if 0 <= entry < (p + 1) // ratio:
                 keys.append(chunk.compressed_key(ratio, b, int(entry)))
         out[row], _, lse[row] = attend(chunk.q[row], np.array(keys).reshape(-1, 512), SCALE, sink)
     return out, lse
@@ -309,45 +306,6 @@ def test_no_positions_stand_for_every_complete_entry():
 
 
 # --- what does not fit ---
-
-
-def window_order(chunk: Chunk) -> dict[tuple[int, int], int]:
-    """The place of each gathered token: request by request, the union of its windows in ascending order."""
-    windows = [(b, range(max(0, seq - new - WINDOW + 1), seq)) for b, (seq, new) in enumerate(chunk.requests) if new]
-    return {token: place for place, token in enumerate((b, p) for b, window in windows for p in window)}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "ratio, part, capacity",
-    [
-        (0, "swa", 321),
-        (4, "swa", 200),
-        (128, "swa", 1),
-        (4, "compressed", 249),
-        (4, "compressed", 0),
-        (128, "compressed", 6),
-    ],
-)
-def test_what_does_not_fit_is_left_out(ratio, part, capacity):
-    """Window rows one by one; of compressed rows, requests whose own do not fit go without."""
-    chunk, plan = shared_chunk(), plan_of(shared_chunk(), ratio, **{f"{part}_capacity": capacity})
-    order, ends = window_order(chunk), np.cumsum([seq // max(ratio, 1) for seq, _ in chunk.requests])
-    kept = {"window_kept": lambda *token: order[token] < capacity}
-    if part == "compressed":
-        kept = {"compressed_kept": lambda b, _: ends[b] <= capacity}
-    assert plan.overflow and capacity < (len(order) if part == "swa" else ends[-1])
-    workspace = jnp.full((plan.workspace_rows + 1, 512), jnp.nan, jnp.bfloat16)
-    check(extend(plan, arguments_of(chunk, ratio), workspace), oracle(chunk, ratio, **kept))
-
-
-@pytest.mark.parametrize("ratio", [0, 4])
-def test_exact_capacities_suffice(ratio):
-    chunk = shared_chunk()
-    compressed = sum(seq // ratio for seq, _ in chunk.requests) if ratio else 0
-    plan = plan_of(chunk, ratio, swa_capacity=322, compressed_capacity=compressed)
-    assert not plan.overflow
-    check(extend(plan, arguments_of(chunk, ratio)), oracle(chunk, ratio))
 
 
 @pytest.mark.always(1)

@@ -237,38 +237,6 @@ def test_a_plan(phase, call, backend, kernel):
     assert call.get("num_heads") != 129 or "129" in chosen.rejected["flashmla"]
 
 
-# Decode cases of `python -m benchmarks decode` on an H200 in which FlashMLA's kernel by itself takes less than 0.98 of
-# our time: the case and the rows of query tokens. In all others it takes more.
-MEASURED = {  # layout, index columns of both tables, slots of a page of the second
-    "V4 Flash": ("V4_FP8", 640, 64),
-    "V4 Pro": ("V4_FP8", 1152, 64),
-    "V4 C128": ("V4_FP8", 1152, 2),
-    "V4 window": ("V4_FP8", 128, None),
-    "V3.2": ("V32_FP8", 2048, None),
-}
-MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-FLASHMLA_SOONER = {
-    ("V4 C128", 128): (16, 64),
-    ("V4 window", 128): (32, 64),
-    ("V4 window", 64): (64,),
-    ("V3.2", 128): (2, 4, 8),
-}
-
-
-@pytest.mark.parametrize(("model", "heads"), [(model, heads) for model in MEASURED for heads in (128, 64)])
-def test_calls_that_flashmla_s_kernel_does_sooner_are_those_that_were_measured(model, heads):
-    beside_flashmla = pytest.importorskip("sparse_mla_torch.attention.beside_flashmla")  # needs torch
-    layout, columns, page_size = MEASURED[model]
-
-    def is_left(rows: int) -> bool:
-        device = DEVICES["sm90"]
-        call = Call("decode", getattr(KVLayout, layout), rows, heads, device, columns, extra_page_size=page_size)
-        return beside_flashmla.why_flashmla_alone(call, "hopper") is not None
-
-    left = tuple(rows for rows in MEASURED_ROWS if is_left(rows))
-    assert left == FLASHMLA_SOONER.get((model, heads), ())
-
-
 # --- overrides ---
 
 

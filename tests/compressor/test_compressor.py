@@ -1,6 +1,7 @@
 """compressor: entries, the carried state, and rope.
 
-The oracle is a loop over the formula in float64; transformers' compressors are in `test_compressor_transformers.py`.
+The oracle is a loop over the formula in float64. Whole models beside transformers' are in
+`test_models_transformers.py`.
 """
 
 from __future__ import annotations

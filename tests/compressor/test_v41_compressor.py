@@ -113,6 +113,14 @@ def test_rope_after_the_compressor_stands_at_the_first_token():
     assert_rounded_alike(got, want)
 
 
+def test_rope_far_from_the_start():
+    """An angle is the float32 product of position and frequency, as torch's is."""
+    x = np.random.default_rng(6).standard_normal((6, HEAD_DIM)).astype(jnp.bfloat16).astype(np.float32)
+    positions = np.array([0, 127, 65_535, 70_000, 1_000_000, 3], np.int32)
+    turned = rope_interleaved(x, positions, INV_FREQ)
+    np.testing.assert_allclose(turned, torch_rope(x, positions), rtol=2**-8, atol=1e-4)
+
+
 def test_a_state_without_a_gate_is_refused():
     positions = np.zeros(2, np.int32)
     arguments = dict(

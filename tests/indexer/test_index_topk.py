@@ -114,19 +114,6 @@ def test_nothing_to_select(rows, requests):
     assert got.shape == (rows, TOPK) and not np.any(got != -1)
 
 
-def test_arguments_that_are_missing():
-    q, weights, cache, table, lengths, _, request, _ = arguments(3)
-    call = functools.partial(mla.index_topk, q, weights, cache, table, lengths, TOPK, row_to_request=request)
-    with pytest.raises(ValueError, match="index_topk: kv_page_table is missing"):
-        call(method=PAGED)
-    with pytest.raises(ValueError, match="topk_indices_offset is missing"):
-        call(method=RAGGED)
-    with pytest.raises(TypeError, match="method must be"):
-        call(method="paged")
-    with pytest.raises(ValueError, match="index_topk: page_table"):
-        mla.index_topk(q, weights, cache, table, lengths, TOPK, method=PAGED, kv_page_table=table)
-
-
 def test_a_long_context_needs_less_than_a_gib():
     """8,192 rows of one request of 1,048,576 entries, whose logits would be 32 GiB. Compiled, not run."""
     rows, pages = 8192, 1 << 14

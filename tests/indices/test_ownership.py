@@ -27,13 +27,7 @@ def test_ranks_take_turns(size, interleave, length):
         np.testing.assert_array_equal(rule.owner(every) == rank, np.isin(every, own))
 
 
-def test_groups_of_a_compressor():
-    rule = Ownership(3, 8)
-    groups = rule.of_groups(4)
-    tokens = np.arange(96)
-    np.testing.assert_array_equal(groups.owner(tokens // 4), rule.owner(tokens))
-    with pytest.raises(ValueError, match="turns of 8 tokens are not whole groups of 128"):
-        rule.of_groups(128)
+def test_turns_have_a_token():
     with pytest.raises(ValueError, match="Ownership: interleave must be >= 1, got 0"):
         Ownership(2, 0)
 

@@ -17,18 +17,10 @@ from hypothesis import strategies as st
 from kv_oracle import BF16, CLIP, HOSTILE, assert_same_bf16, bits
 from layout_oracle import E2M1, RECORDS, TENSOR_SCALE, page_bytes, place, put_token, tokens_of, values_of
 
-from jax_sparse_mla.kv_cache import (
-    KVLayout,
-    PagedKV,
-    dequantize_kv,
-    gather_kv,
-    quantize_e2m1,
-    split_pages,
-    write_kv,
-)
+from jax_sparse_mla.kv_cache import KVLayout, PagedKV, dequantize_kv, gather_kv, split_pages, write_kv
 from jax_sparse_mla.kv_cache.layout import KERNEL_LAYOUTS, bf16_layout
 from jax_sparse_mla.kv_cache.paged import paged
-from jax_sparse_mla.kv_cache.quantize import bits_to_float32, divide
+from jax_sparse_mla.kv_cache.quantize import bits_to_float32, divide, encode_rows
 
 torch = pytest.importorskip("torch")
 
@@ -310,12 +302,12 @@ def test_fp4_scales_of_every_bfloat16_amax():
     magnitudes = np.arange(0x7F80, dtype=np.uint16).view(BF16)
     x = np.zeros((len(magnitudes), 16), BF16)
     x[:, 5] = -magnitudes
-    packed, scales = quantize_e2m1(jnp.asarray(x))
+    packed, scales = np.split(encode_rows(KVLayout.V41_FP4, jnp.asarray(x.reshape(-1, 512)))[0], [256], axis=1)
     expected = (torch.from_numpy(magnitudes.astype(np.float64)) / 6).clamp(2.0**-9, 448)
     expected = expected.float().to(torch.float8_e4m3fn)
-    np.testing.assert_array_equal(np.asarray(scales).view(np.uint8)[:, 0], expected.view(torch.uint8).numpy())
+    np.testing.assert_array_equal(scales.reshape(-1), expected.view(torch.uint8).numpy())
     quotient = torch.from_numpy(-magnitudes.astype(np.float64)) / expected.double()
-    np.testing.assert_array_equal(np.asarray(packed)[:, 2] >> 4, e2m1_codes(quotient).numpy())
+    np.testing.assert_array_equal(packed.reshape(-1, 8)[:, 2] >> 4, e2m1_codes(quotient).numpy())
 
 
 def test_quotients_are_rounded_to_nearest():
@@ -335,9 +327,9 @@ def test_quotients_are_rounded_to_nearest():
 def test_the_ties_of_e2m1_go_to_the_even_code():
     x = np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
     values = np.concatenate([x, -x]).astype(BF16)  # an amax of 6: the scale is 1
-    packed, scales = quantize_e2m1(jnp.asarray(values))
-    codes = np.stack([np.asarray(packed) & 15, np.asarray(packed) >> 4], -1).reshape(-1)
-    assert np.asarray(scales, np.float32).tolist() == [1.0]
+    row = np.asarray(encode_rows(KVLayout.V41_FP4, jnp.asarray(np.tile(values, (1, 32))))[0])[0]
+    codes = np.stack([row[:8] & 15, row[:8] >> 4], -1).reshape(-1)
+    assert row[256] == 0x38  # e4m3's 1
     assert codes.tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 8, 10, 10, 12, 12, 14, 14, 15]
 
 
@@ -371,7 +363,3 @@ def test_refusals_name_the_argument():
         gather_kv(dataclasses.replace(tensor, scale=None), slots)
     with pytest.raises(ValueError, match=r"write_kv: cache\.scale must have shape \[1\], got \[2\]"):
         write_kv(dataclasses.replace(tensor, scale=jnp.ones(2)), slots, kv)
-    with pytest.raises(TypeError, match="quantize_e2m1: x must be bfloat16"):
-        quantize_e2m1(jnp.zeros((2, 16), jnp.float32))
-    with pytest.raises(ValueError, match="quantize_e2m1: group must be even, got 3"):
-        quantize_e2m1(jnp.zeros((2, 6), jnp.bfloat16), 3)

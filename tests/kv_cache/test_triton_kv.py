@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 from sparse_mla_torch.operations import indices as torch_indices
 from sparse_mla_torch.operations import kv_cache as torch_kv
 from torch_graphs import capture
-from triton_device import DEVICE, tensor
+from triton_device import DEVICE, poisoned_memory, tensor
 
 from jax_sparse_mla.indices import combine_swa_extra_indices, combine_topk_swa_indices
 from jax_sparse_mla.indices.merge import combine_swa_extra_reference, combine_topk_swa_reference
@@ -229,10 +229,9 @@ def test_split_copies_the_touched_pages_and_no_other_byte(layout, page_size, sma
     out_data = np.random.default_rng(13).integers(0, 256, (5 * ratio, layout.page_bytes(small)), dtype=np.uint8)
     slots = np.array([[page_size, page_size + 1, *HOSTILE], [num_slots - 1, num_slots, *[page_size] * 4]], np.int32)
     expected = plain_split(jax.device_put(out_data), jax_cache(data, layout, page_size), small, jax.device_put(slots))
-    scratch = torch_kv.SplitScratch.allocate(5, slots.size, DEVICE)
-    scratch.seen.fill_(1)  # scratch is reused as it was left
     out = torch_cache(out_data, layout, small)
-    assert torch_kv.split_pages(torch_cache(data, layout, page_size), out, tensor(slots), scratch=scratch) is out
+    with poisoned_memory():
+        assert torch_kv.split_pages(torch_cache(data, layout, page_size), out, tensor(slots)) is out
     np.testing.assert_array_equal(numpy_of(out.data), np.asarray(expected))
     moved = np.flatnonzero((numpy_of(out.data) != out_data).any(axis=1)) // ratio
     assert set(moved) == {1, 4}
@@ -488,12 +487,12 @@ def test_torch_captures_the_kernels_in_a_cuda_graph():
     cache = torch_cache(random_pages(V4, 4, 64, seed=26), V4, 64)
     split = torch_cache(random_pages(V4, 16, 16, seed=27), V4, 16)
     slots, kv = tensor(np.arange(5, dtype=np.int32)), torch.zeros((5, 512), dtype=torch.bfloat16, device=DEVICE)
-    out, scratch = torch.empty_like(kv), torch_kv.SplitScratch.allocate(4, 5, DEVICE)
+    out = torch.empty_like(kv)
 
     def step():
         torch_kv.write_kv(cache, slots, kv)
         torch_kv.gather_kv(cache, slots, out=out)
-        torch_kv.split_pages(cache, split, slots, scratch=scratch)
+        torch_kv.split_pages(cache, split, slots)
 
     step()  # compiles
     graph, _ = capture(step)

@@ -4,7 +4,6 @@ import dataclasses
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,11 +20,10 @@ from metadata_cases import (
     assert_v32,
     make_batch,
     make_tables,
-    oracle_rows,
     to_jax,
 )
 
-from jax_sparse_mla.indices import TopkTransform, topk_transform
+from jax_sparse_mla.indices import TopkTransform
 from jax_sparse_mla.metadata import (
     ForwardMode,
     V32Metadata,
@@ -103,53 +101,6 @@ def test_rows_of_a_padding_request_stay_where_the_engine_put_them():
     # At the end of the batch it has no rows.
     fields["seq_lens"], fields["extend_lens"] = [7, 3, 0], [1, 2, 2]
     assert_equal("tail", assert_v32(TINY_V32, ForwardMode.EXTEND, fields, table, MAX_LEN).cu_seqlens_q, [0, 1, 3, 3])
-
-
-# ---- what the fields are for: top-k positions become slots ----
-
-
-@pytest.mark.parametrize("mode", MODES, ids=lambda m: m.name)
-def test_topk_positions_reach_the_tokens_they_name(mode):
-    rng = np.random.default_rng(3)
-    table, _ = make_tables(rng, page_size=TINY_V32.page_size)
-    fields = make_batch(rng, mode)
-    batch, tables = to_jax(mode, fields, table)
-    metadata = build_v32_metadata(TINY_V32, batch, tables, fp8_kv_cache=True, prefill_backend="flashmla_sparse")
-    rows = len(fields["out_cache_loc"])
-    logits = jnp.asarray(rng.standard_normal((rows, MAX_LEN)), jnp.float32)
-    chosen = topk_transform(
-        logits,
-        metadata.seqlens_expanded,
-        TINY_V32.index_topk,
-        method=metadata.topk_transform,
-        page_table=metadata.page_table,
-        page_size=TINY_V32.page_size,
-        row_to_request=metadata.row_to_request,
-        topk_indices_offset=metadata.topk_indices_offset,
-    )
-    for t, row in enumerate(oracle_rows(mode, fields)[0]):
-        slots = np.asarray(chosen[t])
-        if metadata.topk_transform is TopkTransform.RAGGED:
-            slots = np.where(slots >= 0, np.asarray(metadata.kv_slots)[slots], -1)
-        if row is None:
-            assert (slots == -1).all()
-            continue
-        request, length = fields["req_pool_indices"][row[0]], row[1]
-        best = np.argsort(-np.asarray(logits)[t, :length], kind="stable")[: TINY_V32.index_topk]
-        assert set(slots[slots >= 0]) == {table[request, p] for p in best}
-
-
-def test_decode_with_an_fp8_cache_and_the_sparse_backend_is_paged():
-    """The engine crashes here: its transform says RAGGED while only EXTEND builds the offsets."""
-    rng = np.random.default_rng(4)
-    table, _ = make_tables(rng, page_size=TINY_V32.page_size)
-    for mode in (m for m in MODES if m is not ForwardMode.EXTEND):
-        got = assert_v32(TINY_V32, mode, make_batch(rng, mode), table, MAX_LEN)
-        assert got.topk_transform is TopkTransform.PAGED and got.topk_indices_offset is None
-    for fp8, backend in ((False, "flashmla_sparse"), (True, "flashmla_kv")):
-        fields = make_batch(rng, ForwardMode.EXTEND)
-        got = assert_v32(TINY_V32, ForwardMode.EXTEND, fields, table, MAX_LEN, fp8=fp8, backend=backend)
-        assert got.topk_transform is TopkTransform.PAGED
 
 
 # ---- padding, permutation, compilation ----

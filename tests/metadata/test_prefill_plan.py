@@ -1,81 +1,40 @@
 """The prefill workspace: its slots against loops, and what each query then reads of it."""
 
-import dataclasses
-
 import chex
 import jax
-import jax.numpy as jnp
+import metadata_cases
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from metadata_cases import EXTEND_ROWS, NUM_REQUESTS, TINY_V4, at, i32, make_batch, make_tables
 
 from jax_sparse_mla.indices import combine_topk_swa_indices
-from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables, build_prefill_plan
+from jax_sparse_mla.metadata import ForwardMode, build_prefill_plan
 from jax_sparse_mla.metadata import prefill_plan as plan_module
-from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 
-INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
-# Pages of 16 tokens and a window of 5: small enough to enumerate every position.
-TINY = dataclasses.replace(
-    DEEPSEEK_V4_FLASH, name="tiny V4", page_size=16, window=5, index_topk=6, compress_ratios=(0, 4, 8)
-)
-RATIOS = (0, 4, 8)
-REQUESTS, ROWS, MAX_REQUESTS, MAX_LEN, POOL = 4, 19, 6, 64, 512
+RATIOS, MAX_LEN = (0, 4, 8), 64
 AMPLE = {"swa_capacity": 48, "compressed_capacity": 64}
 TIGHT = {"swa_capacity": 13, "compressed_capacity": 9}
 
 
-def i32(values):
-    return jnp.asarray(np.asarray(values, np.int64).astype(np.int32))
-
-
 def make_case(rng, *, hostile=False):
     """numpy fields of an EXTEND batch with prefixes and padding requests, and its tables."""
-    pages = MAX_LEN // TINY.page_size
-    order = rng.permutation(np.arange(1, POOL // TINY.page_size))[: MAX_REQUESTS * pages]
-    table = (order[:, None] * TINY.page_size + np.arange(TINY.page_size)).reshape(MAX_REQUESTS, MAX_LEN)
-    to_swa = np.append(rng.permutation(POOL), -1)
-    seq_lens = rng.integers(1, MAX_LEN + 1, REQUESTS)
-    seq_lens[rng.random(REQUESTS) < 0.25] = 0
-    extend_lens = np.zeros(REQUESTS, np.int64)
-    for b in np.flatnonzero(seq_lens):
-        extend_lens[b] = min(rng.integers(0, 9), seq_lens[b], ROWS - extend_lens.sum())
-    fields = {
-        "req_pool_indices": rng.permutation(MAX_REQUESTS)[:REQUESTS],
-        "seq_lens": seq_lens,
-        "extend_lens": extend_lens,
-        "out_cache_loc": rng.integers(1, POOL, ROWS),
-    }
-    if hostile:
-        table[rng.random(table.shape) < 0.1] = rng.choice([-1, -7, INT_MIN, INT_MAX])
-        to_swa[rng.random(to_swa.shape) < 0.1] = -1
-        b = rng.integers(REQUESTS)
-        name = rng.choice(["req_pool_indices", "seq_lens", "extend_lens"])
-        fields[name][b] = rng.choice([-7, INT_MAX, INT_MIN])
-    return fields, table, to_swa
+    tables = make_tables(rng, page_size=TINY_V4.page_size, holes=hostile, max_len=MAX_LEN)
+    return make_batch(rng, ForwardMode.EXTEND, hostile=hostile, longest=MAX_LEN), *tables
 
 
-def to_jax(fields, table, to_swa, *, max_seq_len=MAX_LEN, mode=ForwardMode.EXTEND):
-    batch = ForwardBatch(mode=mode, max_seq_len=max_seq_len, **{k: i32(v) for k, v in fields.items()})
-    return batch, RequestTables(req_to_token=i32(table), full_to_swa=i32(to_swa))
+def to_jax(fields, table, to_swa, *, max_seq_len=MAX_LEN):
+    return metadata_cases.to_jax(ForwardMode.EXTEND, fields, table, to_swa, max_seq_len=max_seq_len)
 
 
 # ---- the oracle: python integers and loops only ----
 
 
-def at(values, *index):
-    for i in index:
-        if not 0 <= i < len(values):
-            return -1
-        values = values[i]
-    return max(int(values), -1)
-
-
 def compressed_slot(fields, table, b, j, ratio, bucket):
     """Entry j of request b, through its 16-token pages; −1 past the bucket's pages."""
-    entries = TINY.page_size // ratio
-    first_token = j // entries * TINY.page_size
-    page = at(table, int(fields["req_pool_indices"][b]), first_token) // TINY.page_size
+    entries = TINY_V4.page_size // ratio
+    first_token = j // entries * TINY_V4.page_size
+    page = at(table, int(fields["req_pool_indices"][b]), first_token) // TINY_V4.page_size
     return page * entries + j % entries if page >= 0 and first_token < bucket else -1
 
 
@@ -99,7 +58,7 @@ def oracle_plan(fields, table, to_swa, ratio, bucket, swa_capacity, compressed_c
             for j in range(min(rows, compressed_capacity - len(compressed)))
         ]
         compressed_total += rows
-        gather = min(seq, extend + TINY.window - 1) if extend else 0
+        gather = min(seq, extend + TINY_V4.window - 1) if extend else 0
         plan["gather_lens"].append(gather)
         plan["swa_base"].append(compressed_capacity + min(swa_total, swa_capacity))
         swa += [
@@ -110,25 +69,25 @@ def oracle_plan(fields, table, to_swa, ratio, bucket, swa_capacity, compressed_c
     plan["swa_slots"] = swa + [-1] * (swa_capacity - len(swa))
     rows = []
     for b, (seq, extend) in enumerate(zip(seq_lens, extend_lens)):
-        for j in range(min(extend, ROWS - len(rows))):
+        for j in range(min(extend, EXTEND_ROWS - len(rows))):
             rows.append((b, seq - extend + j) if seq - extend + j >= 0 else None)
-    rows += [None] * (ROWS - len(rows))
+    rows += [None] * (EXTEND_ROWS - len(rows))
     last = max([t + 1 for t, row in enumerate(rows) if row], default=0)
-    plan["query_start_loc"] = [min(sum(extend_lens[:b]), last) for b in range(REQUESTS + 1)]
+    plan["query_start_loc"] = [min(sum(extend_lens[:b]), last) for b in range(NUM_REQUESTS + 1)]
     plan["query_pos"] = [row[1] if row else -1 for row in rows]
     plan["row_to_request"] = [row[0] if row else 0 for row in rows]
     plan["overflow"] = (
         compressed_total > compressed_capacity
         or swa_total > swa_capacity
         or any(seq > bucket for seq in seq_lens)
-        or sum(extend_lens) > ROWS
+        or sum(extend_lens) > EXTEND_ROWS
     )
     return plan, rows
 
 
 def assert_plan(fields, table, to_swa, ratio, capacities, max_seq_len, build=build_prefill_plan):
     batch, tables = to_jax(fields, table, to_swa, max_seq_len=max_seq_len)
-    plan = build(TINY, batch, tables, compress_ratio=ratio, **capacities)
+    plan = build(TINY_V4, batch, tables, compress_ratio=ratio, **capacities)
     bucket = min(max_seq_len, MAX_LEN)
     want, rows = oracle_plan(fields, table, to_swa, ratio, bucket, **capacities)
     assert bool(plan.overflow) == want.pop("overflow")
@@ -136,8 +95,8 @@ def assert_plan(fields, table, to_swa, ratio, capacities, max_seq_len, build=bui
         got = np.asarray(getattr(plan, name))
         assert got.dtype == np.int32 and got.shape == (len(value),), name
         np.testing.assert_array_equal(got, value, err_msg=name)
-    assert plan.topk == {0: 0, 4: TINY.index_topk, 8: max(bucket // 8, 1)}[ratio]
-    assert (plan.compress_ratio, plan.window) == (ratio, TINY.window)
+    assert plan.topk == {0: 0, 4: TINY_V4.index_topk, 8: max(bucket // 8, 1)}[ratio]
+    assert (plan.compress_ratio, plan.window) == (ratio, TINY_V4.window)
     assert plan.workspace_rows == len(want["compressed_slots"]) + len(want["swa_slots"])
     return plan, rows
 
@@ -192,9 +151,9 @@ def test_queries_read_their_own_keys_and_no_others(seed, ratio, capacities, host
     fields, table, to_swa = make_case(rng, hostile=hostile)
     plan, rows = assert_plan(fields, table, to_swa, ratio, capacities, MAX_LEN)
     if ratio == 8:  # every entry
-        positions = np.broadcast_to(np.arange(plan.topk), (ROWS, plan.topk))
+        positions = np.broadcast_to(np.arange(plan.topk), (EXTEND_ROWS, plan.topk))
     else:
-        positions = np.full((ROWS, max(plan.topk, 1)), -1)
+        positions = np.full((EXTEND_ROWS, max(plan.topk, 1)), -1)
         for t, row in enumerate(rows):
             complete = min((row[1] + 1) // 4, MAX_LEN) if row else 0
             chosen = rng.permutation(complete)[: plan.topk]
@@ -207,25 +166,14 @@ def test_queries_read_their_own_keys_and_no_others(seed, ratio, capacities, host
         entries = [j for j in chosen if 0 <= j < (pos + 1) // ratio] if ratio else []
         want = [("compressed", compressed_slot(fields, table, b, j, ratio, MAX_LEN)) for j in entries]
         want += [
-            ("window", window_slot(fields, table, to_swa, b, p)) for p in range(max(pos - TINY.window + 1, 0), pos + 1)
+            ("window", window_slot(fields, table, to_swa, b, p))
+            for p in range(max(pos - TINY_V4.window + 1, 0), pos + 1)
         ]
         want = [key for key in want if key[1] >= 0]
         if not bool(plan.overflow):
             assert read == want
         else:
             assert len(read) <= len(want) and set(read) <= set(want)
-
-
-def test_overflow_leaves_the_requests_that_fit_alone():
-    """One request too many for the compressed region: the first reads all its entries, the second none."""
-    fields, table, to_swa = make_case(np.random.default_rng(0))
-    fields |= {"seq_lens": np.array([64, 16, 0, 0]), "extend_lens": np.array([2, 2, 0, 0])}
-    plan, _ = assert_plan(fields, table, to_swa, 8, TIGHT, MAX_LEN)
-    assert bool(plan.overflow)
-    read = keys_read(plan, np.broadcast_to(np.arange(plan.topk), (ROWS, plan.topk)))
-    count = [sum(kind == "compressed" for kind, _ in row) for row in read[:4]]
-    assert count == [7, 8, 0, 0]  # (62 + 1) // 8 and (63 + 1) // 8
-    assert [sum(kind == "window" for kind, _ in row) for row in read[:4]] == [5] * 4
 
 
 def test_capacities_that_just_fit_do_not_overflow():
@@ -248,7 +196,7 @@ def test_no_requests():
     fields["out_cache_loc"] = np.ones(3)
     _, table, to_swa = make_case(np.random.default_rng(0))
     batch, tables = to_jax(fields, table, to_swa)
-    plan = build_prefill_plan(TINY, batch, tables, compress_ratio=4, **AMPLE)
+    plan = build_prefill_plan(TINY_V4, batch, tables, compress_ratio=4, **AMPLE)
     assert not bool(plan.overflow)
     np.testing.assert_array_equal(plan.query_pos, [-1, -1, -1])
     assert (np.asarray(plan.swa_slots) == -1).all() and (np.asarray(plan.compressed_slots) == -1).all()
@@ -266,7 +214,7 @@ def test_chunks_compile_once_and_plans_pass_through_jit(monkeypatch):
     for _ in range(5):
         # Capacities that no other test uses, so that nothing is compiled before.
         batch, tables = to_jax(*make_case(rng))
-        plan = build_prefill_plan(TINY, batch, tables, compress_ratio=4, swa_capacity=51, compressed_capacity=67)
+        plan = build_prefill_plan(TINY_V4, batch, tables, compress_ratio=4, swa_capacity=51, compressed_capacity=67)
     assert len(traces) == 1
     again = jax.jit(lambda x: x)(plan)
     chex.assert_trees_all_equal(again, plan)

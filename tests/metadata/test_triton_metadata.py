@@ -142,18 +142,8 @@ def test_the_indexers_schedule_alone(contexts, split_kv):
 def torch_v4(spec, batch, tables):
     """By the torch launcher into poisoned buffers; arrays of the JAX batch and tables."""
     to_torch = functools.partial(jax.tree.map, lambda x: torch.from_numpy(np.array(x)).to(DEVICE))
-    batch, tables = to_torch(batch), to_torch(tables)
-    out = poison(
-        torch_metadata.allocate_v4_metadata(
-            spec,
-            batch.mode,
-            len(batch.seq_lens),
-            len(batch.out_cache_loc),
-            max_seq_len=min(batch.max_seq_len, tables.req_to_token.shape[1]),
-            device=DEVICE,
-        )
-    )
-    assert torch_metadata.build_v4_metadata(spec, batch, tables, out=out) is out
+    out = poison(to_torch(plain_v4(spec, batch, tables)))
+    assert torch_metadata.build_v4_metadata(spec, to_torch(batch), to_torch(tables), out=out) is out
     return out
 
 
@@ -285,8 +275,7 @@ def test_bad_tensors_are_refused_by_name():
         spec = dataclasses.replace(TINY_V4, compress_ratios=(0, 8))
         torch_metadata.build_v4_metadata(spec, batch, tables)
     with pytest.raises(ValueError, match=r"out.page_table must have shape"):
-        small = torch_metadata.allocate_v4_metadata(TINY_V4, batch.mode, 2, 2, max_seq_len=32, device=DEVICE)
-        build(batch, tables, out=small)
+        build(batch, tables, out=dataclasses.replace(build(batch, tables), page_table=tables.req_to_token))
 
 
 @pytest.mark.long
@@ -389,9 +378,7 @@ def test_torch_captures_a_steps_metadata_in_a_cuda_graph(mode):
         torch_metadata.flashmla_schedule(made.swa_topk_lengths, **sizes, **lengths)
         torch_metadata.paged_mqa_schedule(made.c4_lengths, num_sms=132, out=indexer)
 
-    out = torch_metadata.allocate_v4_metadata(
-        spec, mode, 20, rows, max_seq_len=2050, device=DEVICE, num_draft_tokens=drafts
-    )
+    out = to_torch(plain_v4(*steps[0]))
     empty = functools.partial(torch.empty, dtype=torch.int32, device=DEVICE)
     schedule, indexer = (empty((132, 8)), empty(rows + 1)), empty((133, 2))
     step()  # compiles

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from metadata_tensors import DEVICE, INT_MAX, assert_same, poison, tensor
-from sparse_mla_torch.operations.metadata import allocate_v32_metadata, build_v32_metadata
+from sparse_mla_torch.operations.metadata import build_v32_metadata
 
 from jax_sparse_mla import metadata
 from jax_sparse_mla.indices import TopkTransform
@@ -32,19 +32,11 @@ SPARSE = {"fp8_kv_cache": True, "prefill_backend": "flashmla_sparse"}
 PAGED = {"fp8_kv_cache": True, "prefill_backend": "flashmla_kv"}
 
 
-def transform_of(mode, prefill):
-    ragged = mode is ForwardMode.EXTEND and prefill == SPARSE
-    return TopkTransform.RAGGED if ragged else TopkTransform.PAGED
-
-
 def launched(spec, batch, tables, prefill):
     """By the torch launcher into poisoned buffers; arrays of the JAX batch and tables."""
     to_torch = functools.partial(jax.tree.map, lambda x: torch.from_numpy(np.array(x)).to(DEVICE))
-    batch, tables = to_torch(batch), to_torch(tables)
-    sizes = batch.mode, transform_of(batch.mode, prefill), len(batch.seq_lens), len(batch.out_cache_loc)
-    tokens = min(batch.max_seq_len, tables.req_to_token.shape[1])
-    out = poison(allocate_v32_metadata(spec, *sizes, max_seq_len=tokens, device=DEVICE))
-    assert build_v32_metadata(spec, batch, tables, **prefill, out=out) is out
+    out = poison(to_torch(metadata.build_v32_metadata(spec, batch, tables, **prefill)))
+    assert build_v32_metadata(spec, to_torch(batch), to_torch(tables), **prefill, out=out) is out
     return out
 
 
@@ -116,14 +108,11 @@ def test_what_it_refuses():
         build(dataclasses.replace(batch, out_cache_loc=tensor(range(6))), tables)
     with pytest.raises(TypeError, match=r"batch.seq_lens must be a torch.Tensor, int32 \[B\]"):
         build(dataclasses.replace(batch, seq_lens=batch.seq_lens.long()), tables)
-    ragged = allocate_v32_metadata(
-        DEEPSEEK_V32, ForwardMode.EXTEND, TopkTransform.RAGGED, 2, 2, max_seq_len=64, device=DEVICE
-    )
+    out = build(batch, tables)
     with pytest.raises(ValueError, match=r"out.topk_transform must be TopkTransform.PAGED"):
-        build(batch, tables, out=ragged)
-    small = allocate_v32_metadata(DEEPSEEK_V32, batch.mode, TopkTransform.PAGED, 2, 1, max_seq_len=64, device=DEVICE)
+        build(batch, tables, out=dataclasses.replace(out, topk_transform=TopkTransform.RAGGED))
     with pytest.raises(ValueError, match=r"out.seqlens_expanded must have shape"):
-        build(batch, tables, out=small)
+        build(batch, tables, out=dataclasses.replace(out, seqlens_expanded=tensor([1])))
 
 
 @pytest.mark.gpu

@@ -5,12 +5,17 @@ Importing triton_attention_cases repairs what the interpreter (3.6) does to scal
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 import triton_attention_cases  # noqa: F401
+from sparse_mla_torch.launch import executor as launches
 from sparse_mla_torch.launch.executor import executor
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -29,6 +34,15 @@ def tensor(x: np.ndarray) -> torch.Tensor:
         bits, dtype = _BY_BITS[x.dtype]
         return torch.tensor(x.view(bits), device=DEVICE).view(dtype)
     return torch.tensor(np.asarray(x), device=DEVICE)
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[list[torch.Tensor]]:
+    """What launches allocate within it holds other numbers than 0; gives these tensors, in their order."""
+    made, empty = [], launches._empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launches, "_empty", lambda *output: made.append(empty(*output).fill_(77)) or made[-1])
+        yield made
 
 
 class Interpreted:

@@ -7,8 +7,6 @@ ValueError. JAX's backend is not touched.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -59,20 +57,7 @@ def gather_kv(cache: PagedKV, slots: Tensor, *, out: Tensor | None = None, out_s
     return out
 
 
-class SplitScratch(NamedTuple):
-    """Memory of `split_pages`: reuse it for every cache of the same number of pages."""
-
-    seen: Tensor  # int32 `[num_pages + 1]`: which pages were seen, and how many
-    pages: Tensor  # int32 `[capacity]`
-
-    @classmethod
-    def allocate(cls, num_pages: int, num_slots: int, device: torch.device | str) -> SplitScratch:
-        """For caches of `num_pages` pages and up to `num_slots` slots a call."""
-        sizes = num_pages + 1, max(min(num_pages, num_slots), 1)
-        return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
-
-
-def split_pages(cache: PagedKV, out: PagedKV, slots: Tensor, *, scratch: SplitScratch | None = None) -> PagedKV:
+def split_pages(cache: PagedKV, out: PagedKV, slots: Tensor) -> PagedKV:
     """Torch's `jax_sparse_mla.split_pages`, into `out`, which it returns.
 
     `out` has the same layout, a page size that divides the cache's and as many slots (else ValueError); its other pages
@@ -86,15 +71,9 @@ def split_pages(cache: PagedKV, out: PagedKV, slots: Tensor, *, scratch: SplitSc
             f"{cache.num_slots} slots, got {out.layout}, page size {out.page_size} and {out.num_slots} slots"
         )
     check("slots", slots, (None,) * slots.ndim)
-    n, num_pages = slots.numel(), cache.num_pages
-    if not n or not num_pages:
+    if not slots.numel() or not cache.num_pages:
         return out
-    scratch = scratch or SplitScratch.allocate(num_pages, n, slots.device)
-    if scratch.seen.numel() != num_pages + 1 or scratch.pages.numel() < min(n, num_pages):
-        raise check.fail(f"scratch is not for {num_pages} pages and {n} slots")
-    kernels.split_pages(
-        executor(slots.device), out_data, data, slots, pages=pages, out_pages=out_pages, scratch=scratch
-    )
+    kernels.split_pages(executor(slots.device), out_data, data, slots, pages=pages, out_pages=out_pages)
     return out
 
 

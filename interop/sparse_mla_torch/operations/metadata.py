@@ -1,6 +1,6 @@
 """A step's metadata and schedules on torch tensors.
 
-Outputs are the caller's: allocate them once with the functions here, then write them every step; the launches read
+Outputs are new, or the caller's buffers `out`: the result of an earlier call of the same sizes. The launches read
 lengths, requests and slots from device memory alone, so a captured CUDA graph replays them on new values.
 """
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jax_sparse_mla.indices.lookup import INT_MAX
 from jax_sparse_mla.indices.topk.api import TopkTransform
-from jax_sparse_mla.metadata.batch import ForwardBatch, ForwardMode, RequestTables, row_constants
+from jax_sparse_mla.metadata.batch import ForwardBatch, RequestTables, row_constants
 from jax_sparse_mla.metadata.rows import bucket, check_step
 from jax_sparse_mla.metadata.selection import topk_transform_of
 from jax_sparse_mla.metadata.triton import schedules
@@ -65,21 +65,6 @@ def paged_mqa_schedule(context_lens: Tensor, *, num_sms: int, split_kv: int = 25
     return schedules.paged_mqa(executor(context_lens.device), context_lens, num_sms=num_sms, split_kv=split_kv, out=out)
 
 
-def allocate_v4_metadata(
-    spec: ModelSpec,
-    mode: ForwardMode,
-    num_requests: int,
-    num_rows: int,
-    *,
-    max_seq_len: int,
-    device,
-    num_draft_tokens: int | None = None,
-) -> V4Metadata:
-    """Buffers for `build_v4_metadata`, of torch tensors; `max_seq_len` no more than the request table's width."""
-    constants = v4_kernels.v4_constants(spec, row_constants(mode, num_draft_tokens), num_requests, max_seq_len)
-    return assemble_v4(allocate(v4_kernels.v4_outputs(constants, num_requests, num_rows), device))
-
-
 def build_v4_metadata(
     spec: ModelSpec, batch: ForwardBatch, tables: RequestTables, *, out: V4Metadata | None = None
 ) -> V4Metadata:
@@ -110,22 +95,6 @@ def build_v4_metadata(
     return out
 
 
-def allocate_v32_metadata(
-    spec: ModelSpec,
-    mode: ForwardMode,
-    transform: TopkTransform,
-    num_requests: int,
-    num_rows: int,
-    *,
-    max_seq_len: int,
-    device,
-) -> V32Metadata:
-    """Buffers for `build_v32_metadata`, of torch tensors; `max_seq_len` no more than the request table's width."""
-    rows, ragged = row_constants(mode, None), transform is TopkTransform.RAGGED
-    outputs = v32_kernels.v32_outputs(spec, rows, ragged, num_requests, num_rows, max_seq_len)
-    return V32Metadata(topk_transform=transform, **allocate(outputs, device))
-
-
 def build_v32_metadata(
     spec: ModelSpec,
     batch: ForwardBatch,
@@ -154,13 +123,16 @@ def build_v32_metadata(
     ragged = transform is TopkTransform.RAGGED
     if ragged and requests * tokens > INT_MAX:
         raise check.fail(f"{requests} requests of up to {tokens} tokens have more slots than int32 counts")
+    expansion = row_constants(batch.mode, batch.num_draft_tokens)
+    outputs = v32_kernels.v32_outputs(spec, expansion, ragged, requests, rows, tokens)
     if out is None:
-        out = allocate_v32_metadata(spec, batch.mode, transform, requests, rows, max_seq_len=tokens, device=device)
+        out = V32Metadata(topk_transform=transform, **allocate(outputs, device))
     if out.topk_transform is not transform:
         raise check.fail(f"out.topk_transform must be {transform}, got {out.topk_transform}")
-    fields, expansion = {}, row_constants(batch.mode, batch.num_draft_tokens)
-    for name, output in v32_kernels.v32_outputs(spec, expansion, ragged, requests, rows, tokens).items():
-        fields[name] = check(f"out.{name}", getattr(out, name), output.shape, (output.dtype,))
+    fields = {
+        name: check(f"out.{name}", getattr(out, name), output.shape, (output.dtype,))
+        for name, output in outputs.items()
+    }
     v32_kernels.v32_metadata(executor(device), spec, expansion, batch, tables, tokens=tokens, out=fields)
     return out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,36 +17,6 @@ from sparse_mla_torch.launch.executor import executor
 from sparse_mla_torch.operations.checks import TensorChecks
 
 
-class TopkScratch(NamedTuple):
-    """Memory of the Triton kernels for rows longer than a tile; reused from call to call, whatever it holds.
-
-    The CUDA kernel, which serves where it can be built, needs none.
-    """
-
-    thresholds: Tensor  # float32, one per row
-    progress: Tensor  # int32, one per program that shares a row
-    candidates: Tensor  # as the logits, one per row and candidate
-    candidate_positions: Tensor  # int32, likewise
-    num_candidates: Tensor  # int32, one per row
-
-    @classmethod
-    def allocate(
-        cls, rows: int, columns: int, topk: int, device: torch.device | str, dtype: torch.dtype = torch.float32
-    ) -> TopkScratch:
-        """For logits `[<= rows, columns]` of the dtype."""
-        sizes = _scratch_sizes(rows, columns, topk)
-        dtypes = (torch.float32, torch.int32, dtype, torch.int32, torch.int32)
-        return cls(*(torch.empty(size, dtype=t, device=device) for size, t in zip(sizes, dtypes, strict=True)))
-
-
-def _scratch_sizes(rows: int, columns: int, topk: int) -> tuple[int, ...]:
-    if not rows or not columns or not (plan := kernels.plan_topk(rows, columns, topk)).filtered:
-        return 0, 0, 0, 0, 0
-    shared_rows = min(rows, kernels.SPLIT_BELOW_ROWS - 1)
-    programs = shared_rows * kernels.plan_topk(shared_rows, columns, topk).chunks
-    return rows, programs, rows * plan.tile, rows * plan.tile, rows
-
-
 def topk_positions(
     logits: Tensor,
     lengths: Tensor,
@@ -55,11 +24,10 @@ def topk_positions(
     row_starts: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    scratch: TopkScratch | None = None,
 ) -> Tensor:
-    """Torch's `jax_sparse_mla.topk_positions`; a scratch that is too small raises ValueError."""
+    """Torch's `jax_sparse_mla.topk_positions`."""
     check = TensorChecks("topk_positions", logits)
-    return _topk(check, logits, lengths, topk, row_starts, kernels.Transform(), out, scratch)
+    return _topk(check, logits, lengths, topk, row_starts, kernels.Transform(), out)
 
 
 def topk_transform(
@@ -74,9 +42,8 @@ def topk_transform(
     topk_indices_offset: Tensor | None = None,
     row_starts: Tensor | None = None,
     out: Tensor | None = None,
-    scratch: TopkScratch | None = None,
 ) -> Tensor:
-    """Torch's `jax_sparse_mla.topk_transform`; `out` and `scratch` as in `topk_positions`."""
+    """Torch's `jax_sparse_mla.topk_transform`."""
     check = TensorChecks("topk_transform", logits)
     if method is TopkTransform.RAGGED:
         check("topk_indices_offset", topk_indices_offset, (logits.shape[0],))
@@ -89,7 +56,7 @@ def topk_transform(
         mapping = kernels.Transform(page_table, page_size, row_to_request)
     else:
         raise TypeError(f"topk_transform: method must be a TopkTransform, got {method!r}")
-    return _topk(check, logits, lengths, topk, row_starts, mapping, out, scratch)
+    return _topk(check, logits, lengths, topk, row_starts, mapping, out)
 
 
 def _topk(
@@ -100,12 +67,10 @@ def _topk(
     row_starts: Tensor | None,
     mapping: kernels.Transform,
     out: Tensor | None,
-    scratch: TopkScratch | None,
 ) -> Tensor:
     check_topk(check, logits, lengths, topk, row_starts)
-    rows, columns = logits.shape
-    out = check.out(out, (rows, topk))
-    if not rows:
+    out = check.out(out, (logits.shape[0], topk))
+    if not len(logits):
         return out
     page_table, page_size, row_to_request, offsets = mapping
     if module := _cuda_module(logits.device):
@@ -114,18 +79,12 @@ def _topk(
         with tvm_ffi.use_torch_stream():
             module.topk(logits, lengths, row_starts, page_table, row_to_request, offsets, page_size, out)
         return out
-    if columns and kernels.plan_topk(rows, columns, topk).filtered:
-        scratch = scratch or TopkScratch.allocate(rows, columns, topk, logits.device, logits.dtype)
-        fits = all(x.numel() >= size for x, size in zip(scratch, _scratch_sizes(rows, columns, topk), strict=True))
-        if not fits or scratch.candidates.dtype != logits.dtype or any(x.device != logits.device for x in scratch):
-            raise check.fail(f"scratch is not for {logits.dtype} [{rows}, {columns}] and topk {topk}")
     return kernels.topk(
         *(executor(logits.device), logits, lengths),
         topk=topk,
         row_starts=row_starts,
         transform=mapping,
         out=out,
-        scratch=scratch or (None,) * 5,
     )
 
 

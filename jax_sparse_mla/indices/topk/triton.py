@@ -496,35 +496,26 @@ class Transform(NamedTuple):
     offsets: Any = None
 
 
-def topk(
-    execute: Executor, logits, lengths, *, topk, row_starts=None, transform: Transform, out=None, scratch=(None,) * 5
-) -> Any:
-    """int32 `[rows, topk]`: positions; slots with a page table; rows of the concatenated KV with offsets.
-
-    `scratch` are thresholds, progress, candidates, their positions and how many there are, for these rows and columns.
-    """
+def topk(execute: Executor, logits, lengths, *, topk, row_starts=None, transform: Transform, out=None) -> Any:
+    """int32 `[rows, topk]`: positions; slots with a page table; rows of the concatenated KV with offsets."""
     page_table, page_size, row_to_request, offsets = transform
     rows, columns = logits.shape
     plan = plan_topk(rows, max(columns, 1), topk)
     has_starts, width = row_starts is not None, columns // plan.align
     row = (logits, lengths, row_starts if has_starts else lengths)
-    shared, candidates = scratch[:2], (logits, lengths, lengths)  # not read
+    shared, candidates = (lengths, lengths), (logits, lengths, lengths)  # not read
     if plan.filtered:
         sizes = (width, plan.chunks)
         if plan.chunks > 1:
             outputs = Output((rows,), "float32"), Output((rows, plan.chunks), "int32")
             constants = threshold_constants(plan, topk, has_starts)
             threshold = Launch(topk_threshold_kernel, "topk_threshold", (rows,), sizes, outputs, constants)
-            shared = execute(threshold, row, shared)
-        # A program that has its row alone reads neither threshold nor progress.
-        shared = [lengths if x is None else x for x in shared]
+            shared = execute(threshold, row)
         candidates = Output((rows, plan.tile), dtype_of(logits))
         outputs = candidates, Output((rows, plan.tile), "int32"), Output((rows,), "int32")
         constants, grid = filter_constants(plan, topk, has_starts), (rows * plan.chunks,)
         candidates = execute(
-            Launch(topk_filter_kernel, "topk_filter", grid, (), outputs, constants),
-            (*row, *sizes, *shared),
-            scratch[2:],
+            Launch(topk_filter_kernel, "topk_filter", grid, (), outputs, constants), (*row, *sizes, *shared)
         )
     method = PAGED if page_table is not None else RAGGED if offsets is not None else POSITIONS
     tables = [lengths if x is None else x for x in (page_table, row_to_request, offsets)]
