@@ -1,7 +1,7 @@
 """indexer: the bytes of the index-K cache, the quantiser, and the logits.
 
-The oracles are ml_dtypes' casts, numpy's divisions, and loops over the formula in float64. Whole models beside
-transformers' are in `test_models_transformers.py`.
+The oracles are torch's and ml_dtypes' casts, numpy's divisions, loops over the formula in float64, and the
+scoring of transformers' DeepSeek-V4 and V3.2.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from jax_sparse_mla.indexer.logits import (
     quantize_index_q,
     write_index_k,
 )
+from jax_sparse_mla.indices import topk_positions
 from jax_sparse_mla.launch.dispatch import use_triton
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
@@ -144,6 +145,20 @@ def test_rounding_is_to_nearest_even_also_close_to_the_middle():
     values, scale = quantize_index_q(jnp.asarray(rows))
     np.testing.assert_array_equal(np.asarray(scale), 1)
     np.testing.assert_array_equal(np.asarray(values)[:, 0, 0].view(np.uint8), x.astype(E4M3).view(np.uint8))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=["bf16", "f32"])
+def test_quantiser_equals_torch(dtype):
+    torch = pytest.importorskip("torch")
+    rows = random_rows(np.random.default_rng(1), 500, 4, DIM).astype(dtype)
+    values, scale = quantize_index_q(jnp.asarray(rows))
+    x = torch.from_numpy(rows.astype(np.float32))
+    want_scale = torch.clamp(x.abs().amax(-1), min=1e-4) / torch.tensor(448.0)
+    want = torch.clamp(x * (1.0 / want_scale)[..., None], -448, 448).to(torch.float8_e4m3fn)
+    chex.assert_shape(scale, (500, 4))
+    np.testing.assert_array_equal(np.asarray(scale), want_scale.numpy())
+    np.testing.assert_array_equal(np.asarray(values).view(np.uint8), want.view(torch.uint8).numpy())
 
 
 def test_quantiser_on_zeros_infinities_and_nan():
@@ -356,6 +371,94 @@ def test_empty_shapes(rows, pages, num_pages):
     written = write_index_k(cache, slots, keys)
     values, scale = (np.asarray(part) for part in gather_index_k(written, slots))
     assert values.astype(np.float32).any() == scale.any() == (num_pages > 0)
+
+
+# --- transformers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def torch():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return torch
+
+
+def cached_keys(rng, num_keys, page_size=64):
+    """(cache, page table of one request, its keys as the cache holds them, float32)."""
+    num_pages = -(-num_keys // page_size) + 2
+    table = rng.permutation(num_pages)[: num_pages - 2].astype(np.int32)
+    position = np.arange(num_keys)
+    slots = (table[position // page_size] * page_size + position % page_size).astype(np.int32)
+    cache = jnp.full((num_pages, page_size * 132), 0xFF, jnp.uint8)
+    cache = write_index_k(cache, jnp.asarray(slots), jnp.asarray(rng.normal(size=(num_keys, DIM)), jnp.float32))
+    values, scale = gather_index_k(cache, jnp.asarray(slots))
+    return cache, table, np.asarray(values).astype(np.float32) * np.asarray(scale)[:, None]
+
+
+@pytest.mark.torch
+def test_logits_equal_transformers_v4_scorer(torch):
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+    from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+
+    rng = np.random.default_rng(9)
+    heads, rows, num_keys = 8, 5, 150
+    scorer = v4.DeepseekV4IndexerScorer(
+        DeepseekV4Config(hidden_size=32, index_n_heads=heads, index_head_dim=DIM, num_hidden_layers=2)
+    ).float()
+    cache, table, keys = cached_keys(rng, num_keys)
+    hidden = torch.from_numpy(rng.normal(size=(1, rows, 32)).astype(np.float32))
+    q = rng.normal(size=(rows, heads, DIM)).astype(np.float32)
+    with torch.no_grad():
+        want = scorer(torch.from_numpy(q)[None], torch.from_numpy(keys)[None], hidden)[0].numpy()
+        weights = scorer.weights_proj(hidden)[0].numpy() * np.float32(DIM**-0.5 * heads**-0.5)
+    got = index_logits(
+        jnp.asarray(q),
+        jnp.asarray(weights),
+        cache,
+        jnp.asarray(np.tile(table, (rows, 1))),
+        jnp.full((rows,), num_keys, jnp.int32),
+    )
+    np.testing.assert_allclose(np.asarray(got)[:, :num_keys], want, rtol=1e-4, atol=1e-4)
+    assert np.isneginf(got[:, num_keys:]).all()
+
+
+@pytest.mark.torch
+def test_selection_equals_transformers_v32_indexer(torch):
+    from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
+    from transformers.models.deepseek_v32.configuration_deepseek_v32 import DeepseekV32Config
+
+    rng = np.random.default_rng(10)
+    heads, rows, topk = 8, 90, 16
+    config = DeepseekV32Config(
+        hidden_size=32,
+        q_lora_rank=24,
+        index_n_heads=heads,
+        index_head_dim=DIM,
+        index_topk=topk,
+        num_hidden_layers=2,
+    )
+    module = v32.DeepseekV32Indexer(config, layer_idx=0).float()
+    cache, table, keys = cached_keys(rng, rows)
+
+    class Keys:  # stands for the model's cache: the keys are ours
+        def update_indexer(self, k, layer_idx):
+            return torch.from_numpy(keys)[None]
+
+    hidden = torch.from_numpy(rng.normal(size=(1, rows, 32)).astype(np.float32))
+    q_resid = torch.from_numpy(rng.normal(size=(1, rows, 24)).astype(np.float32))
+    rope = config.qk_rope_head_dim
+    no_rope = torch.ones(1, rows, rope), torch.zeros(1, rows, rope)
+    causal = torch.ones(rows, rows, dtype=torch.bool).tril()[None]
+    with torch.no_grad():
+        want = module(hidden, q_resid, no_rope, causal, torch.arange(rows)[None], Keys())[0].numpy()
+        q = module.wq_b(q_resid)[0].reshape(rows, heads, DIM).numpy()
+        weights = module.weights_proj(hidden)[0].numpy() * np.float32(DIM**-0.5 * heads**-0.5)
+    lengths = jnp.arange(1, rows + 1, dtype=jnp.int32)
+    logits = index_logits(jnp.asarray(q), jnp.asarray(weights), cache, jnp.asarray(np.tile(table, (rows, 1))), lengths)
+    got = np.asarray(topk_positions(logits, lengths, topk))
+    for row in range(topk, rows):
+        assert set(got[row]) == set(want[row]), row
 
 
 # --- Hadamard --------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from kv_oracle import (
     e4m3,
     filled,
     mixed_rows,
+    to_bf16,
     v4_exponent,
     write_by_hand,
 )
@@ -202,6 +203,45 @@ def test_write_kv_extremes(layout):
     assert not got[5].any()
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_v4_bytes_are_torchs(page_size):
+    torch = pytest.importorskip("torch")
+    rows = mixed_rows(14, 512, 3)
+    rows[0, 5], rows[1, 64:128], rows[7, 3] = np.finfo(np.float32).max, 0, 448
+    kv = torch.from_numpy(rows).to(torch.bfloat16)
+    kv = kv.clamp(torch.finfo(torch.bfloat16).min, torch.finfo(torch.bfloat16).max)
+    values, scales = torch_ue8m0(torch, kv[:, :448].float().reshape(-1, 64).clamp(-CLIP, CLIP))
+    body = torch.cat([values.view(torch.uint8).reshape(14, 448), kv[:, 448:].contiguous().view(torch.uint8)], 1)
+    cache = PagedKV.zeros(V4, -(-14 // page_size), page_size)
+    data = np.asarray(write_kv(cache, jnp.arange(14, dtype=jnp.int32), jax.device_put(rows)).data)
+    for slot in range(14):
+        page, offset = divmod(slot, page_size)
+        np.testing.assert_array_equal(data[page, offset * 576 : offset * 576 + 576], body[slot].numpy())
+        footer = data[page, page_size * 576 + offset * 8 :][:8]
+        np.testing.assert_array_equal(footer[:7], scales.reshape(14, 7)[slot].numpy())
+        assert footer[7] == 0
+
+
+@pytest.mark.torch
+def test_v32_bytes_are_torchs():
+    torch = pytest.importorskip("torch")
+    rows = mixed_rows(14, 576, 4)
+    rows[0, 5], rows[1, 128:256], rows[7, 3] = np.finfo(np.float32).max, 0, 448
+    kv = torch.from_numpy(rows).to(torch.bfloat16)
+    kv = kv.clamp(torch.finfo(torch.bfloat16).min, torch.finfo(torch.bfloat16).max)
+    groups = kv[:, :512].double().reshape(-1, 128).clamp(-CLIP, CLIP)
+    scale = (groups.abs().amax(-1) / 448).clamp(min=1e-4).log2().ceil().exp2()[:, None]
+    values = (groups / scale).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    data = np.asarray(
+        write_kv(PagedKV.zeros(V32, 1, 14), jnp.arange(14, dtype=jnp.int32), jax.device_put(rows)).data
+    ).reshape(14, 656)
+    np.testing.assert_array_equal(data[:, :512], values.view(torch.uint8).reshape(14, 512).numpy())
+    np.testing.assert_array_equal(data[:, 512:528].copy().view(np.float32), scale.float().reshape(14, 4).numpy())
+    np.testing.assert_array_equal(data[:, 528:], kv[:, 512:].contiguous().view(torch.uint8).numpy())
+    assert np.float32(data[1, 516:520].copy().view(np.float32)[0]) == 2.0**-13
+
+
 def test_write_kv_duplicates_come_from_their_rows():
     """Which row wins is not defined; that other slots keep their bytes is."""
     cache = filled(V32_BF16, 1, 4, seed=0)
@@ -292,6 +332,38 @@ def test_gather_is_dequantize(layout, page_size):
         row = np.asarray(cache.data)[page, offset * width : offset * width + width]
         tail = row[-128:] if layout in (V4, V32) else row
         np.testing.assert_array_equal(got[i, -len(tail) // 2 :], tail.copy().view(np.uint16))
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    name=st.sampled_from(["V4_FP8", "V32_FP8"]),
+    magnitude=st.sampled_from([1e-7, 1e-3, 1.0, 50.0, 1e6, 1e30]),
+    holes=st.floats(0, 1),
+)
+@PROPERTY
+def test_round_trip(seed, name, magnitude, holes):
+    """Half a step of e4m3 away at most; and what was read once reads the same when written again."""
+    layout = getattr(KVLayout, name)
+    rng = np.random.default_rng(seed)
+    rows = (rng.standard_normal((16, layout.qk_dim)) * magnitude).astype(np.float32)
+    slots = rng.permutation(24).astype(np.int32)[:16]
+    slots = np.where(rng.random(16) < holes, np.int32(HOSTILE[seed % 4]), slots)
+    cache = write_kv(filled(layout, 3, 8), jax.device_put(slots), jax.device_put(rows))
+    read = gather_kv(cache, jax.device_put(slots))
+    got, expected = np.asarray(read, np.float64), to_bf16(rows).astype(np.float64)
+    hole = (slots < 0) | (slots >= 24)
+    assert not got[hole].any()
+    fp8 = layout.fp8_dim
+    np.testing.assert_array_equal(got[~hole, fp8:], expected[~hole, fp8:])
+    x, y = expected[~hole, :fp8], got[~hole, :fp8]
+    floor = 2.0 ** (-22 if layout is V4 else -13)
+    groups = np.abs(x).reshape(len(x), layout.num_groups, layout.group).max(-1)
+    # Half of the smallest e4m3 number, times a scale of less than 2 amax / 448.
+    step = np.maximum(2 * groups / 448, floor) * 2.0**-10
+    step = np.repeat(step, layout.group, axis=1)
+    assert (np.abs(x - y) <= np.maximum(np.abs(x) * 2.0**-4, step)).all()
+    again = gather_kv(write_kv(cache, jax.device_put(slots), read), jax.device_put(slots))
+    np.testing.assert_array_equal(bits(again), bits(read))
 
 
 @pytest.mark.parametrize("layout", [V4, KVLayout("made up", nope_dim=64, rope_dim=12, v_dim=76)], ids=lambda x: x.name)
