@@ -50,6 +50,8 @@ class Need:
         return ", ".join(versions) or self.missing() or " or ".join(self.modules)
 
 
+KERNEL_UNUSABLE = "its CUDA kernel cannot be used here: a warning says why"
+
 TVM_FFI = Need(("apache-tvm-ffi",), ("tvm_ffi",))
 TRITON = Need(("triton",), ("triton",))
 TRITON_LAUNCHER = Need(("apache-tvm-ffi", "jax-triton"), ("tvm_ffi", "jax_triton"), frameworks=("jax",))
@@ -115,7 +117,7 @@ class Backend:
                 return why
         binary = self.binary(phase, device)
         if binary and load("jax_sparse_mla.launch.build:module")(*binary) is None:
-            return "its CUDA kernel cannot be used here: a warning says why"
+            return KERNEL_UNUSABLE
         return None if self.unready is None else load(self.unready)(phase, framework)
 
 
