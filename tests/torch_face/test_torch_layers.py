@@ -120,7 +120,7 @@ def test_decode_steps_equal_jax_s(ratio, pooled):
         check_caches(torch_cache, cache, work)
 
 
-@pytest.mark.long
+@pytest.mark.always(1)
 @pytest.mark.parametrize("pooled", [False, True])
 def test_v32_decode_steps_equal_jax_s(pooled):
     """And a layer without an indexer attends to the same slots, over keys of its own."""
