@@ -205,7 +205,7 @@ def v4_layer_kernel(
             swa_pages, SWA_PAGE_SIZE, SWA_PAGE_BYTES,
             DATA_BYTES, FOOTER_BYTES, QK_DIM, FP8_DIM, MIN_SCALE_EXPONENT, HARDWARE_FP8,
         )  # fmt: skip
-        if SINKS > 0:
+        if SINKS > 0:  # noqa: SIM102  what is constant decides alone what is compiled
             if task == 0:
                 head = tl.arange(0, SINKS_POW2)
                 sink = tl.load(attn_sink_ptr + params_layer * SINKS + head, mask=head < SINKS, other=0.0)
