@@ -172,16 +172,17 @@ class Modelled(Scheduler):
         return plan
 
 
-@dataclasses.dataclass
 class Case:
-    """Options of an engine, the requests with the step at which each comes and at which it is cancelled (or None)."""
+    """Options of an engine, the requests (arrival, patience, Request) with the step at which each comes and the number
+    of steps after which it is cancelled (or None); `depth` steps run before the host reads; `shares` of a mesh have a
+    scheduler and a device each, 0 is one of either alone. No dataclass: hypothesis would lay that out, for minutes."""
 
-    spec: object
-    options: EngineOptions
-    requests: list  # (arrival, patience, Request)
-    depth: int  # steps that run before the host reads
-    drafts: int
-    shares: int  # of a mesh, each with a scheduler and a device; 0 is one of either alone
+    def __init__(self, spec, options, requests, depth, drafts, shares):
+        self.spec, self.options, self.requests = spec, options, requests
+        self.depth, self.drafts, self.shares = depth, drafts, shares
+
+    def __repr__(self):
+        return f"Case{tuple(vars(self).values())}"
 
 
 class Gone(Exception):
@@ -286,7 +287,7 @@ def simulate(case):
             plan = scheduler.plan(drafts=drafts)
             verify = plan is not None and plan.mode is ForwardMode.TARGET_VERIFY
             if plan is not None:
-                unread.append((plan, device.run(plan, drafts if verify else 0)))
+                unread.append((plan, device.run(plan, plan.drafts)))
             elif unread:
                 read()
             if len(unread) > (0 if drafts or verify else case.depth):

@@ -58,11 +58,13 @@ def test_drafts_of_the_right_places_are_all_kept(has_draft_layer):
             tokens.append((5 * tokens[at] + 3 * at + at // 7) % 64)
         assert request.output == tokens[len(prompt) :]
     assert engine.accepted == {3: 6}  # a round makes four tokens, the prompt's step one
-    engine.propose = lambda request, ahead: 63 if ahead == len(request.output) % 3 else -1  # some drafts are wrong
+    # The second draft is wrong, and in the next round the first: two rounds make three tokens.
+    engine.propose = lambda request, ahead: 63 if ahead == len(request.output) % 3 else -1
     engine.accepted.clear()
     again = [Request(prompt, 13) for prompt in prompts]
     engine.run(again)
     assert [request.output for request in again] == [request.output for request in requests]
+    assert engine.accepted == {0: 8, 1: 8}
 
 
 def serve(requests):
