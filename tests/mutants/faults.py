@@ -371,7 +371,8 @@ fault("preemption-order", "the first request is preempted, not the last",
 fault("admission-reserved", "admission ignores what running prompts will need: requests preempt each other for ever",
       "reserved + needed + reused > self.pool.pages.available", "needed + reused > self.pool.pages.available")
 fault("admission-reread", "a preempted request comes back without a reserve",
-      "needed += len(self.running)", "needed += 0")
+      "needed += len(self.running)", "needed += 0",
+      why="the model of admission sees it, but the random pools seldom leave so little room")
 fault("step-follows-mapped", "a step follows although pages were mapped",
       "            and not len(self.mapped)\n", "")
 fault("end-token-in-drafts", "an end token inside accepted drafts does not end the request",
