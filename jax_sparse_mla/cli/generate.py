@@ -163,7 +163,8 @@ def _run(args: argparse.Namespace) -> int:
 def _refused(args: argparse.Namespace, error: Exception) -> int:
     """Says why there is nothing to run; returns the exit status."""
     what = "this needs torch and transformers (the extra [hf]): " if isinstance(error, ImportError) else ""
-    print(f"jax-sparse-mla generate: {what}{error}", file=sys.stderr)
+    line = " ".join("".join(c if c.isprintable() else " " for c in f"{what}{error}").split())
+    print(f"jax-sparse-mla generate: {line}", file=sys.stderr)
     if what and not args.no_check:
         print("--no-check goes without them", file=sys.stderr)
     return 2

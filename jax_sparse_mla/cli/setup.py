@@ -18,7 +18,7 @@ from jax_sparse_mla.serving import presets
 from jax_sparse_mla.serving.engine import Engine, EngineOptions
 from jax_sparse_mla.serving.memory import bytes_of_a_device, check_memory, size_of
 from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model, new_mesh
-from jax_sparse_mla.serving.model import Model, load
+from jax_sparse_mla.serving.model import Model, generation_config, load
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.speculative import DraftOracle
 
@@ -51,7 +51,7 @@ class Setup:
     Attributes:
       name, device: the model and the device, in words.
       model, params, tokenizer: what serves.
-      eos_token_ids: tokens that end a text; none for the tokenizer of bytes.
+      eos_token_ids: tokens that end a text; none of a preset.
       check: the installed check; None with --no-check, and over a mesh.
 
     Raises:
@@ -78,8 +78,16 @@ class Setup:
             self.model = Model.from_config(presets.CONFIGS[preset])
             self.params = self.model.from_named_arrays(self.model.random_arrays(args.seed))
             self.tokenizer = presets.ByteTokenizer()
-        bytes_only = isinstance(self.tokenizer, presets.ByteTokenizer)
-        self.eos_token_ids = () if bytes_only else self.model.eos_token_ids
+        self.eos_token_ids = () if args.model is None else self.model.eos_token_ids
+        if args.model is not None and args.temperature == 0:
+            self._print_sampling(args.model)
+
+    def _print_sampling(self, folder: str) -> None:
+        """Says which settings of a checkpoint's `generation_config.json` greedy decoding does not take."""
+        settings = generation_config(folder)
+        named = [f"{name} {settings[name]!r}" for name in ("temperature", "top_p", "top_k") if settings.get(name)]
+        if named:
+            print(f"sampling   greedy: generation_config.json's {', '.join(named)} must be given as options")
 
     def _print_start(self) -> None:
         """Before what takes long."""

@@ -1,6 +1,6 @@
 """Models as data: the attention constants of each, and the kind of each layer; a file for each family of configs."""
 
-from jax_sparse_mla.models.config import text_config
+from jax_sparse_mla.models.config import check_types, is_int, rope_parameters, text_config
 from jax_sparse_mla.models.deepseek_v4 import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, v4_layer_ratios
 from jax_sparse_mla.models.deepseek_v32 import DEEPSEEK_V32, indexed_layers, yarn_mscale
 from jax_sparse_mla.models.deepseek_v41 import V41Layer, V41Spec, v41_layers
@@ -20,7 +20,10 @@ __all__ = [
     "PooledModelSpec",
     "V41Layer",
     "V41Spec",
+    "check_types",
     "indexed_layers",
+    "is_int",
+    "rope_parameters",
     "text_config",
     "v4_layer_ratios",
     "v41_layers",

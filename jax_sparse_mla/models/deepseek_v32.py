@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from jax_sparse_mla.kv_cache.layout import KVLayout
-from jax_sparse_mla.models.config import is_int, layout_of, reader
+from jax_sparse_mla.models.config import is_int, layout_of, reader, rope_parameters
 from jax_sparse_mla.models.kinds import LayerKind, kind_of_ratio
 from jax_sparse_mla.models.spec import ModelSpec, reads
 
@@ -28,7 +28,7 @@ def _spec_of(config: Any) -> ModelSpec:
     heads, head_nope_dim, index_heads = _V32_SIZES[name]
     nope_dim, rope_dim = read("kv_lora_rank", 512), read("qk_rope_head_dim", 64)
     head_dim = read("qk_nope_head_dim", head_nope_dim) + rope_dim
-    rope = read("rope_scaling") or read("rope_parameters") or {}
+    rope = rope_parameters(config)
     mscale = 1.0
     if rope.get("rope_type", rope.get("type", "default")) != "default" and rope.get("mscale_all_dim"):
         if "factor" not in rope:

@@ -121,7 +121,7 @@ class ModelSpec:
             unknown, by its name.
         """
         model_type = reader(config)("model_type")
-        if model_type not in FAMILIES:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise ValueError(
                 "ModelSpec.from_hf_config: model_type must be 'deepseek_v32' or 'deepseek_v4' or 'glm_moe_dsa' or "
                 f"'deepseek_v41' or 'glm5_next', got {model_type!r}"

@@ -1,17 +1,13 @@
 """Checkpoints: safetensors files, and what their tensors are called, become a model's parameters. torch is not needed.
 
-Names are those that transformers writes, those of its modules, or those of the released checkpoints. Safetensors files
-are mapped into memory by their header (8 bytes of length, then JSON), because the package's numpy face reads no FP8.
+Names are those that transformers writes, those of its modules, or those of the released checkpoints.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,17 +21,6 @@ from jax_sparse_mla.serving.architectures import read_params
 from jax_sparse_mla.serving.config import WEIGHT_BLOCK, Config, Glm53Config, V4Config, V32Config
 from jax_sparse_mla.serving.tensors import Shape, Tensors, random_params, shapes_of
 
-DTYPES = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I8": np.int8,
-}
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Routed experts can be FP4: two e2m1 values a byte, the even one in the low nibble, and a scale for so many of a row.
 FP4, FP4_SCALE, FP4_GROUP = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e8m0fnu), 32
@@ -60,8 +45,13 @@ def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer:
     Raises:
       ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
     """
-    by_name = ((canonical_name(name, config), array) for name, array in arrays.items())
-    stored = {name: array for name, array in by_name if name is not None}
+    stored: dict[str, Any] = {}
+    for stored_name, array in arrays.items():
+        name = canonical_name(stored_name, config)
+        if name in stored:
+            raise ValueError(f"checkpoint of {config.spec.name}: {name} is stored twice, once as {stored_name}")
+        if name is not None:
+            stored[name] = array
     _join_convolutions(stored)
     draft_layer = draft_layer and _DRAFT_LAYER_HAS.get(type(config)) in stored
     if not draft_layer:
@@ -81,47 +71,6 @@ def init_params(
     """Random parameters; see `Model.init_params` and `random_params`."""
     read = functools.partial(read_params, config, draft_layer=draft_layer)
     return random_params(read, seed, dtype, config.moe.num_experts, shardings)
-
-
-def map_folder(folder: Path) -> dict[str, np.ndarray]:
-    """The tensors of all safetensors files of a folder, mapped: they are read when they are used."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if missing := [name for name in files if not (folder / name).exists()]:
-            raise FileNotFoundError(f"{folder} lacks {_some(missing)}, which its index names")
-    elif not (files := sorted(path.name for path in folder.glob("*.safetensors"))):
-        raise FileNotFoundError(f"no safetensors file in {folder}")
-    return {name: array for file in files for name, array in _map_file(folder / file).items()}
-
-
-def _map_file(path: Path) -> dict[str, np.ndarray]:
-    data = np.memmap(path, np.uint8, mode="r")
-    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    if start > data.size:
-        raise ValueError(f"{path} is no safetensors file: its header would be longer than the file")
-    header = json.loads(data[8:start].tobytes())
-    arrays = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in DTYPES:
-            # A tensor that is not read may have any dtype.
-            arrays[name] = _Unread(entry["dtype"], tuple(entry["shape"]))
-            continue
-        first, last = (start + offset for offset in entry["data_offsets"])
-        if last > data.size:
-            raise ValueError(f"{path} is cut short: {name} ends behind the file")
-        arrays[name] = data[first:last].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class _Unread:
-    """A stored tensor of a dtype that is not read."""
-
-    dtype: str
-    shape: Shape
 
 
 # From the released names to those of transformers' modules; each is applied once, in this order.
@@ -166,7 +115,8 @@ _DRAFT_LAYER_HAS = {V4Config: "draft.e_proj.weight", V32Config: "draft.eh_proj.w
 def canonical_name(name: str, config: Config) -> str | None:
     """A tensor's name without "model.", and as transformers' modules have it; None for what is not read.
 
-    The draft layer's begin with "draft.". V3.2's is stored as a layer behind the model's; GLM-5.3's is not read.
+    The draft layer's begin with "draft.". V3.2's is stored as a layer behind the model's; GLM-5.3's is not read. An
+    indexer of a layer that takes another's selection is left out, as transformers does.
     """
     kind, name = type(config), name.removeprefix("model.")
     if kind is V32Config:
@@ -176,14 +126,18 @@ def canonical_name(name: str, config: Config) -> str | None:
     layer = re.match(r"layers\.(\d+)\.", name)
     is_behind = kind is not V4Config and layer is not None and int(layer[1]) >= config.num_layers
     is_tied = config.tied and name == "lm_head.weight"
-    return None if is_behind or is_tied or _LEFT_OUT[kind].search(name) else name
+    is_unused = kind is V32Config and ".self_attn.indexer." in name and layer is not None and not (
+        is_behind or config.indexed[int(layer[1])])  # fmt: skip
+    return None if is_behind or is_tied or is_unused or _LEFT_OUT[kind].search(name) else name
 
 
 def _join_convolutions(stored: dict[str, Any]) -> None:
     """Saved linear attention has a convolution each for queries, keys and values; transformers' modules have one."""
     for name in [name for name in stored if name.endswith(".q_conv1d.weight")]:
         parts = [name.replace(".q_conv1d.", f".{x}_conv1d.") for x in "qkv"]
-        if all(isinstance(stored.get(part), np.ndarray) for part in parts):
+        arrays = [stored.get(part) for part in parts]
+        kinds = {(x.dtype, x.shape[1:]) for x in arrays if isinstance(x, np.ndarray) and x.ndim}
+        if len(kinds) == 1 and all(isinstance(x, np.ndarray) and x.ndim for x in arrays):
             stored[name.replace(".q_conv1d.", ".conv1d.")] = np.concatenate([stored.pop(part) for part in parts])
 
 
@@ -212,7 +166,7 @@ def _stored_shapes(shapes: Mapping[str, Shape], stored: Mapping[str, Any]) -> di
     """The shapes by stored name: the same, but for experts that are stored one by one."""
     expected = {}
     for name, shape in shapes.items():
-        if name in stored or not _is_stacked(name):
+        if name in stored or not _is_stacked(name) or shape[0] > len(stored):
             expected[name] = shape
             continue
         parts = _parts(name, shape[0])
@@ -239,7 +193,8 @@ def _check(expected: Mapping[str, Shape], stored: Mapping[str, Any], config: Con
         if dtype != first and {dtype, first} & {FP8, FP4}:
             problems.append(f"{name} must be {first} as the experts before it, got {dtype}")
         elif problem := _problem(name, expected[name], stored):
-            problems.append(problem)
+            file = getattr(stored[name], "filename", None)
+            problems.append(problem if file is None else f"{problem} (in {file.name})")
     if problems:
         raise ValueError(f"checkpoint of {config.spec.name}: {'; '.join(problems[:NAMES_SHOWN])}")
 

@@ -14,14 +14,27 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from jax_sparse_mla.models import ModelSpec, indexed_layers, text_config, yarn_mscale
+from jax_sparse_mla.models import (
+    ModelSpec,
+    check_types,
+    indexed_layers,
+    is_int,
+    rope_parameters,
+    text_config,
+    yarn_mscale,
+)
 
 SCORES = ("sqrtsoftplus", "softmax", "sigmoid")
 V4_RATIOS = (0, 4, 128)
 V4_MLPS = ("hash_moe", "moe")
 LATENT_MLPS = ("dense", "sparse")
-# Whether layers of a kind have linear attention; the last name is that of released configs.
-GLM53_LAYERS = {"linear_attention": True, "indexed_attention": False, "full_attention": False}
+# Whether layers of a kind have linear attention; the last two names are those of released configs.
+GLM53_LAYERS = {
+    "linear_attention": True,
+    "indexed_attention": False,
+    "full_attention": False,
+    "deepseek_sparse_attention": False,
+}
 
 # FP8 weights have a scale for each block of so many rows and columns.
 WEIGHT_BLOCK = (128, 128)
@@ -230,8 +243,9 @@ def read_config(config: Mapping[str, Any]) -> Config:
     """The config of a `config.json` mapping.
 
     Raises:
-      ValueError: see `Model.from_config`; a missing key is named.
+      ValueError: see `Model.from_config`; a missing key, or one with a value of the wrong type, is named.
     """
+    check_types(config)
     spec = ModelSpec.from_hf_config(config)  # refuses other model types
     if (read_model := _MODELS.get(spec.name)) is None:
         raise ValueError(f"Model.from_config: model_type {spec.name!r} is no whole model here, only layers.v41_layer")
@@ -293,7 +307,7 @@ def _check_quantization(config: Mapping[str, Any]) -> None:
     method, block = config.get("quant_method", "fp8"), config.get("weight_block_size", WEIGHT_BLOCK)
     if method != "fp8":
         raise ValueError(f"Model.from_config: quantization_config.quant_method must be 'fp8', got {method!r}")
-    if tuple(block or ()) != WEIGHT_BLOCK:
+    if not isinstance(block, (list, tuple)) or tuple(block) != WEIGHT_BLOCK:
         raise ValueError(
             f"Model.from_config: quantization_config.weight_block_size must be {list(WEIGHT_BLOCK)}, got {block!r}"
         )
@@ -304,6 +318,8 @@ def _rope(parameters: Mapping[str, Any], dim: int, theta: float, *, magnitude: f
     """The rope of `rope_parameters`; YaRN's magnitude is computed unless it is given or stands in the parameters."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     theta = float(parameters.get("rope_theta") or theta)
+    if not theta > 1:
+        raise ValueError(f"Model.from_config: rope_theta must be above 1, got {theta}")
     if kind == "default":
         return Rope(dim=dim, theta=theta)
     if kind != "yarn":
@@ -314,6 +330,8 @@ def _rope(parameters: Mapping[str, Any], dim: int, theta: float, *, magnitude: f
     if parameters.get("truncate") is False:
         raise ValueError("Model.from_config: truncate must be True in the yarn rope parameters, got False")
     factor = float(parameters["factor"])
+    if not factor > 0:
+        raise ValueError(f"Model.from_config: factor must be above 0 in the yarn rope parameters, got {factor}")
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if parameters.get("attention_factor") is not None:
         magnitude = float(parameters["attention_factor"])
@@ -332,12 +350,18 @@ def _rope(parameters: Mapping[str, Any], dim: int, theta: float, *, magnitude: f
     )
 
 
-def _eos_token_ids(read: _Reader) -> tuple[int, ...]:
-    eos = read("eos_token_id", default=())
-    eos = (eos,) if isinstance(eos, int) else tuple(eos)
-    if not all(isinstance(token, int) for token in eos):
-        raise ValueError(f"Model.from_config: eos_token_id must be an integer or a list of them, got {eos!r}")
-    return eos
+def eos_token_ids(value: Any) -> tuple[int, ...]:
+    """The tokens of an `eos_token_id`, which is a number or a list."""
+    tokens = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not all(map(is_int, tokens)):
+        raise ValueError(f"Model.from_config: eos_token_id must be an integer or a list of them, got {tokens!r}")
+    return tokens
+
+
+def _swiglu_limit(read: _Reader) -> float | None:
+    """The bound of the SwiGLU's inputs; 0 and below stand for none, as in the released code."""
+    limit = float(read("swiglu_limit", default=10.0))
+    return limit if limit > 0 else None
 
 
 def _config_of(
@@ -353,7 +377,7 @@ def _config_of(
         q_rank=read("q_lora_rank"),
         norm_eps=float(read("rms_norm_eps", default=norm_eps)),
         tied=bool(read("tie_word_embeddings", default=False)),
-        eos_token_ids=_eos_token_ids(read),
+        eos_token_ids=eos_token_ids(read("eos_token_id", default=())),
         ratios=ratios,
     )
 
@@ -386,7 +410,7 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
         )
     hash_layers = read("num_hash_layers", default=3)
     mlps = read.per_layer("mlp_layer_types", V4_MLPS, lambda i: V4_MLPS[i >= hash_layers])
-    parameters = read("rope_parameters", "rope_scaling", default={})
+    parameters = rope_parameters(read.config)
     if parts := [name for name in ("main", "compress") if parameters.get(name) is not None]:
         if len(parts) < 2:
             raise ValueError(f"Model.from_config: rope_parameters must have main and compress, got {parts[0]} alone")
@@ -414,7 +438,7 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
             shared_width=read("moe_intermediate_size"),
             score=read("scoring_func", default="sqrtsoftplus"),
             scale=float(read("routed_scaling_factor", default=1.5)),
-            limit=float(read("swiglu_limit", default=10.0)),
+            limit=_swiglu_limit(read),
             float32_router=False,
         ),
     )
@@ -452,7 +476,7 @@ def _glm53(read: _Reader, spec: ModelSpec) -> Glm53Config:
         linear=linear,
         kda=_kda(read),
         streams=_streams(read),
-        moe=_experts_in_groups(read, groups=1, top_groups=1, limit=float(read("swiglu_limit", default=10.0))),
+        moe=_experts_in_groups(read, groups=1, top_groups=1, limit=_swiglu_limit(read)),
     )
 
 
@@ -486,7 +510,7 @@ def _v32(read: _Reader, spec: ModelSpec) -> V32Config:
     # The defaults of transformers' config classes.
     nope_dim, v_dim, norm_eps = (192, 256, 1e-5) if is_glm else (128, 128, 1e-6)
     groups, top_groups = (1, 1) if is_glm else (8, 4)
-    parameters = read("rope_parameters", "rope_scaling", default={})
+    parameters = rope_parameters(read.config)
     return _latent_config_of(V32Config, read, spec, norm_eps=norm_eps, nope_dim=nope_dim, v_dim=v_dim)(
         rope=_rope(parameters, spec.rope_dim, read("rope_theta", default=10000.0)),
         index_interleaved=is_glm,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +16,9 @@ import numpy as np
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
 from jax_sparse_mla.models import ModelSpec
-from jax_sparse_mla.serving import checkpoint
+from jax_sparse_mla.serving import checkpoint, files
 from jax_sparse_mla.serving.architectures import MODULES, read_params
-from jax_sparse_mla.serving.config import Config, read_config
+from jax_sparse_mla.serving.config import Config, eos_token_ids, read_config
 from jax_sparse_mla.serving.decoder import (
     ATTENTION,
     CacheSizes,
@@ -277,15 +276,31 @@ class Model:
 def load(folder: str | os.PathLike[str], *, draft_layer: bool = True) -> tuple[Model, Params]:
     """The model and parameters of a checkpoint folder: `config.json` and safetensors.
 
+    A tensor is read from the file that the index names. `generation_config.json` decides the end tokens, if it has any.
     With `draft_layer` the draft layer is read too, if there is one; it is as large as a layer.
 
     Raises:
       FileNotFoundError: no such folder, or a file that is missing in it.
-      ValueError: what `Model.from_config` raises; tensors that are missing, unknown or of a wrong shape, by name.
+      ValueError: a broken file, by its name: no JSON object, no safetensors file, an index that names no file of the
+        folder or one without the tensor, a link out of the folder (but for those of Hugging Face's cache), or what
+        `Model.from_config` raises. Tensors that are missing, unknown, stored twice or of a wrong shape, by name.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no checkpoint folder {folder}")
-    config = read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    arrays = checkpoint.map_folder(folder)
-    return Model(config), checkpoint.from_named_arrays(config, arrays, draft_layer=draft_layer)
+    table = files.read_json(folder, "config.json")
+    with files.named(folder / "config.json"):
+        config = read_config(table)
+    generation = generation_config(folder)
+    if generation.get("eos_token_id") is not None:
+        with files.named(folder / files.GENERATION_CONFIG):
+            config = dataclasses.replace(config, eos_token_ids=eos_token_ids(generation["eos_token_id"]))
+    arrays = files.map_folder(folder)
+    with files.named(folder):
+        return Model(config), checkpoint.from_named_arrays(config, arrays, draft_layer=draft_layer)
+
+
+def generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """A checkpoint's `generation_config.json`, empty if there is none; raises ValueError as `load`."""
+    has_one = os.path.lexists(Path(folder, files.GENERATION_CONFIG))
+    return files.read_json(Path(folder), files.GENERATION_CONFIG) if has_one else {}

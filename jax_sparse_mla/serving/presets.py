@@ -3,10 +3,13 @@ continue."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from jax_sparse_mla.serving.files import path_in
 
 VOCABULARY = 256
 
@@ -139,7 +142,10 @@ def load_tokenizer(folder: str, vocab_size: int):
       ValueError: it has one, and transformers is missing or does not load it; or it has none, and the vocabulary is
         smaller than that of bytes.
     """
-    if not any(Path(folder, name).exists() for name in TOKENIZER_FILES):
+    names = [name for name in TOKENIZER_FILES if os.path.lexists(Path(folder, name))]
+    for name in names:
+        path_in(Path(folder), name)  # refuses a link out of the folder
+    if not names:
         if vocab_size < ByteTokenizer.vocab_size:
             raise ValueError(f"{folder} has no tokenizer, and a vocabulary too small for bytes: {vocab_size}")
         return ByteTokenizer()

@@ -135,10 +135,11 @@ def test_the_name_tells_all_that_the_binary_depends_on(library, monkeypatch, tmp
     assert len(set(names)) == len(names) == 10
 
 
-def test_nvcc_s_own_variables_count(library, monkeypatch):
+@pytest.mark.parametrize("variable", ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"])
+def test_nvcc_s_own_variables_count(library, monkeypatch, variable):
     library = dataclasses.replace(library, compiler="nvcc")
     before = compile_cache._file_name(library)
-    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
+    monkeypatch.setenv(variable, "-G")
     assert compile_cache._file_name(library) != before
 
 

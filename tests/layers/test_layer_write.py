@@ -63,6 +63,26 @@ def test_the_kernel_s_results_are_those_of_the_plain_functions(dispatched, ratio
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
+def test_index_weights_take_the_scale_of_their_queries():
+    """Each of another size: a scale left out, or another query's, would leave the order of the heads wrong."""
+    world = make_world(4)
+    batch, rows, _ = make_step(world, DECODE, WORK, num_rows=2)
+    size = 10.0 ** np.arange(rows.index.weights.size).reshape(rows.index.weights.shape)
+    index = dataclasses.replace(rows.index, q=(rows.index.q * size[..., None]).astype(jnp.bfloat16))
+    rows = dataclasses.replace(rows, index=index)
+    step = write.step_of((batch, mla.build_v4_metadata(V4, batch, world.tables), None), V4.kind(4))
+
+    @jax.jit  # without what the caches take
+    def queries_and_weights(*arguments):
+        return write.write_layer_reference(*arguments, kind=V4.kind(4))[2:4]
+
+    queries, weights = queries_and_weights(world.empty_cache(), rows, world.params, step)
+    scales = np.asarray(weights / index.weights)
+    queries = np.asarray(queries, np.float32) * (scales / size)[..., None]
+    wanted = np.asarray(index.q, np.float32) / size[..., None] @ np.asarray(write.sylvester(128)) * 128**-0.5
+    np.testing.assert_allclose(queries, wanted, atol=0.03 * np.abs(wanted).max())
+
+
 def test_without_jit(dispatched):
     world = make_world(128)
     batch, rows, _ = make_step(world, DECODE, WORK, num_rows=2)

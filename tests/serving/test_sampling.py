@@ -42,6 +42,13 @@ def test_draws_have_the_probabilities_of_the_softmax(top_p):
     np.testing.assert_allclose(counts, cut, atol=4 * 0.5 / rows**0.5)
 
 
+@pytest.mark.cpu  # whose softmax of these is exact
+def test_tokens_that_reach_top_p_exactly_are_enough():
+    logits = jnp.tile(jnp.log(jnp.asarray([0.125, 0.5, 0.125, 0.25])), (64, 1))
+    for top_p, kept in ((0.5, {1}), (0.75, {1, 3}), (0.76, {0, 1, 2, 3})):
+        assert set(draw(logits, jnp.arange(64), arrays(64, 1.0, top_p))[0].tolist()) == kept
+
+
 def test_a_draw_depends_on_its_seed_and_position_alone():
     """Not on its place in the batch, nor on the others' parameters."""
     rows = 64

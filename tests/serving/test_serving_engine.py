@@ -132,6 +132,32 @@ def test_reused_prefixes_change_no_token(engine, expected):
     assert everything_is_free(engine)
 
 
+def test_states_are_kept_after_the_step_that_makes_them(engine):
+    """And put back before the step that reads them: a request's state stands in a row of its own at a page's end."""
+    points, page = engine.scheduler.prefixes._points, engine.spec.page_size
+
+    def state(row):
+        part = engine.state.caches[1].state
+        return np.stack([np.asarray(x[row]) for x in (part.kv, part.score)])
+
+    first, second = (Request([*new_requests()[0].prompt[: page + 1], token], 1) for token in (1, 2))
+    engine.submit(first)
+    engine.step()  # a page, at whose end there is a point
+    (point,) = points.values()
+    kept, row = state(point), first.row
+    np.testing.assert_array_equal(kept, state(row))
+    engine.step()  # two tokens, at whose end the state is another
+    assert kept.any() and (state(row) != kept).any()
+    while not engine.idle:
+        engine.step()
+    engine.submit(second)
+    engine.step()
+    last = slice(-4, None)  # of the page, in a ring of 8 tokens, which the step wrote 0 and 1 of
+    np.testing.assert_array_equal(state(second.row)[:, last], kept[:, last])
+    np.testing.assert_array_equal(state(point), kept)
+    engine.abort()
+
+
 @pytest.mark.long
 def test_requests_that_end_early(engine, expected):
     """By a token of theirs, by a callback that cancels; others get what they get anyway."""

@@ -1,9 +1,70 @@
-"""What stands beside speculative decoding: drafts from an oracle, and the comparison with plain decoding."""
+"""What stands beside speculative decoding: drafts from an oracle, and the comparison with plain decoding; and that no
+draft is lost by its place."""
 
+import dataclasses
+
+import jax.numpy as jnp
 import pytest
 
+from jax_sparse_mla import DEEPSEEK_V32
+from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.model import Draft, ForwardOutput
 from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.scheduler import EngineOptions
 from jax_sparse_mla.serving.speculative import DraftOracle, compare_with_plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """A model without layers, whose tokens hang on the token before and on its position; and its draft layer, if it has
+    one, which says the same where it reads the states of its own position."""
+
+    has_draft_layer: bool
+    spec = DEEPSEEK_V32
+    vocab_size = 64
+
+    def new_caches(self, **_):
+        return ()
+
+    def new_draft(self, params, *, max_requests, **_):
+        states, tokens = jnp.zeros((2, max_requests), jnp.int32)
+        return Draft(cache=(), states=states, tokens=tokens) if self.has_draft_layer else None
+
+    def forward(self, params, caches, inputs, layers=None):
+        chosen = (5 * inputs.tokens + 3 * inputs.positions + inputs.positions // 7) % self.vocab_size
+        return ForwardOutput(hidden=chosen, caches=caches, states=inputs.positions)
+
+    def draft(self, params, cache, inputs, states):
+        behind = dataclasses.replace(inputs, positions=inputs.positions + 1)
+        out = self.forward(params, cache, behind)  # its tokens are those behind the positions
+        hidden = jnp.where(states == inputs.positions, out.hidden, (out.hidden + 1) % self.vocab_size)
+        return dataclasses.replace(out, hidden=hidden)
+
+    def logits(self, params, hidden):
+        return (hidden[:, None] == jnp.arange(self.vocab_size)).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("has_draft_layer", [False, True])
+def test_drafts_of_the_right_places_are_all_kept(has_draft_layer):
+    """A draft from a wrong position, token or state is rejected: tokens stay right, and only time is lost."""
+    model = Counting(has_draft_layer)
+    engine = Engine(model, (), EngineOptions(chunk_size=8, max_batch=2, max_len=64, speculative_steps=3))
+    prompts = list(range(11)), [40, 2]
+    requests = [Request(prompt, 13) for prompt in prompts]
+    engine.run(requests)
+    for prompt, request in zip(prompts, requests):
+        tokens = list(prompt)
+        for at in range(len(prompt) - 1, len(prompt) + 12):
+            tokens.append((5 * tokens[at] + 3 * at + at // 7) % 64)
+        assert request.output == tokens[len(prompt) :]
+    assert engine.accepted == {3: 6}  # a round makes four tokens, the prompt's step one
+    # The second draft is wrong, and in the next round the first: two rounds make three tokens.
+    engine.propose = lambda request, ahead: 63 if ahead == len(request.output) % 3 else -1
+    engine.accepted.clear()
+    again = [Request(prompt, 13) for prompt in prompts]
+    engine.run(again)
+    assert [request.output for request in again] == [request.output for request in requests]
+    assert engine.accepted == {0: 8, 1: 8}
 
 
 def serve(requests):

@@ -304,7 +304,8 @@ def test_other_files_are_refused_and_leave_nothing_behind():
         import_request(engine, broken, NEW_TOKENS)
     with pytest.raises(FileNotFoundError):
         import_request(engine, path.with_name("none.safetensors"), NEW_TOKENS)
-    for count in (1, OPTIONS.max_len):
+    made = len(load_file(path)["tokens"]) - SHAPES[1]
+    for count in (1, made, OPTIONS.max_len):
         with pytest.raises(ValueError, match="max_new_tokens must exceed the"):
             import_request(engine, path, count)
     assert snapshot(engine.scheduler.pool) == before
@@ -353,6 +354,15 @@ def test_arrays_of_several_layers():
     parts = handover.read_cache(pool.layer(1), place)
     expected = handover.read_cache(pool.layer(1).alone(), place)
     assert parts.keys() == expected.keys() and all(torch.equal(parts[name], expected[name]) for name in parts)
+    for key, rows in ROWS["v4"].items():  # the last page holds 44 tokens of this request; the others' rows are left out
+        if key[0] in parts and key[1] == parts[key[0]].shape[1]:
+            data, scales, entries = rows
+            used, page = 44 // (256 // entries), parts[key[0]][-1].numpy()
+            whole = np.asarray(handover._leaves(pool.layer(1).alone())[key[0]])[2 if key[0] == "swa.data" else 1]
+            for start, size in ((0, data), (entries * data, scales)):
+                end = start + used * size
+                np.testing.assert_array_equal(page[start:end], whole[start:end])
+                assert not page[end : start + entries * size].any()
     empty = V4LayerCache.zeros(DEEPSEEK_V4_FLASH, 4, **sizes)
     written = handover.write_cache(empty.layer(1), place, parts).whole()
     again = handover.read_cache(written.layer(1), place)
