@@ -15,10 +15,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_sparse_mla import activity
-from jax_sparse_mla.attention.serve import calls_of
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.serving import kept_programs
 from jax_sparse_mla.serving.model import Caches, Model, Params
+from jax_sparse_mla.serving.native import begin_to_load
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.sampling import Choice
 from jax_sparse_mla.serving.scheduler import (
@@ -105,6 +106,7 @@ class Engine:
                     f"{name} must be 0 for {model.spec.name}, got {value}: its linear attention carries a state for "
                     "each request that cannot go back to an earlier token"
                 )
+        begin_to_load()
         self.model, self.options = model, options
         self.spec: ModelSpec = model.spec
         self.scheduler = self._new_scheduler()
@@ -380,8 +382,12 @@ class Engine:
         leaves, tree = jax.tree.flatten(arguments)
         key = program, self.mesh, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         if key not in _executables:
-            lowered = self._jitted(program).lower(*arguments)
-            _executables[key] = lowered.compile(), calls_of(lowered)
+            devices = jax.local_devices()[:1] if self.mesh is None else self.mesh.devices.flatten().tolist()
+            path = kept_programs.path_of(key, devices)
+            if (step := kept_programs.load(path, devices)) is None:
+                lowered = self._jitted(program).lower(*arguments)
+                step = kept_programs.save(path, lowered, lowered.compile())
+            _executables[key] = step
         call, self.routes[program] = _executables[key]
         return program, call
 
