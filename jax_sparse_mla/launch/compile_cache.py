@@ -268,7 +268,7 @@ def private_folder() -> Path:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise PermissionError(f"{folder} is not used, it is no folder (nor may it be a symbolic link): remove it")
-    if why := _open_to_others(status):
+    if why := open_to_others(status):
         raise PermissionError(
             f"{folder} is not used, {why}, and could have put a library there: remove it, or name another place in "
             "XDG_CACHE_HOME"
@@ -279,8 +279,8 @@ def private_folder() -> Path:
     return folder
 
 
-def _open_to_others(status: os.stat_result) -> str | None:
-    """Who else than the user may have written it."""
+def open_to_others(status: os.stat_result) -> str | None:
+    """Who else than the user may have written a file or folder, in words; None where nobody."""
     if status.st_uid != os.geteuid():
         return f"user {status.st_uid} owns it"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -299,7 +299,7 @@ def _cached(library: Library, folder: Path) -> Path | None:
             status = path.lstat()
         except FileNotFoundError:
             continue
-        why = _open_to_others(status) if stat.S_ISREG(status.st_mode) else "it is no plain file"
+        why = open_to_others(status) if stat.S_ISREG(status.st_mode) else "it is no plain file"
         if why is None:
             return path
         warn_once(f"{path} is not loaded, {why}; it is compiled anew")

@@ -1,9 +1,10 @@
 """Compiled steps on disk: a later process neither traces nor compiles what an earlier one did.
 
-JAX's own cache is asked by a program's text, so a process traces and lowers first, which takes longer than loading. Here
-a digest of all that a step is made from names it: the sources of this package, the step's static arguments and the
+JAX's own cache is asked by a program's text, so a process traces and lowers first, which takes longer than loading.
+Here a digest of all that a step is made from names it: the sources of this package, the step's static arguments and the
 shapes of its arrays, the device, the versions and settings that choose kernels. Files lie in the folder of JAX's cache,
-`jax_compilation_cache_dir`, and are as trusted: loading one runs code. Without that folder nothing is kept.
+`jax_compilation_cache_dir`; without one nothing is kept. Loading one runs code: only those are loaded that nobody but
+the user can have written.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jax.experimental import serialize_executable
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.serve import calls_of
 from jax_sparse_mla.launch import tvm
+from jax_sparse_mla.launch.compile_cache import open_to_others
 from jax_sparse_mla.packages import version
 from jax_sparse_mla.serving.native import usable
 
@@ -59,7 +61,7 @@ def path_of(made_from: Sequence[Any], devices: Sequence[jax.Device]) -> Path | N
 
 def load(path: Path | None, devices: Sequence[jax.Device]) -> Step | None:
     """The program that `save` kept, or None."""
-    if path is None or not path.is_file():
+    if path is None or not path.is_file() or open_to_others(path.lstat()):
         return None
     try:
         executable, trees, routes, bound, has_mosaic = pickle.loads(zlib.decompress(path.read_bytes()))
@@ -91,8 +93,10 @@ def save(path: Path | None, lowered: jax.stages.Lowered, compiled: jax.stages.Co
 
 @functools.cache
 def _sources() -> str:
-    files = sorted(_PACKAGE.rglob("*.py"))
-    return hashlib.sha256(b"\0".join(bytes(file.relative_to(_PACKAGE)) + file.read_bytes() for file in files)).hexdigest()
+    digest = hashlib.sha256()
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(bytes(file.relative_to(_PACKAGE)) + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 @functools.cache

@@ -29,6 +29,6 @@ def _parts() -> list:
     device = DeviceInfo.current()
     if device.platform != "cuda":
         return []
-    kernels = (BACKENDS["hopper"], "decode"), (LOGITS_BACKENDS["hopper"], "index_logits"), (TOPK_BACKENDS["cuda"], "topk")
-    binaries = [backend.binary(phase, device) for backend, phase in kernels if not backend.wrong_device(device)]
+    kernels = {"decode": BACKENDS["hopper"], "index_logits": LOGITS_BACKENDS["hopper"], "topk": TOPK_BACKENDS["cuda"]}
+    binaries = [backend.binary(phase, device) for phase, backend in kernels.items() if not backend.wrong_device(device)]
     return [own_launcher, *(partial(build.module, *binary) for binary in binaries)]

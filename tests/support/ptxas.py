@@ -21,7 +21,7 @@ def said_of(kernel: str, folder: Path) -> str:
     said = ""
     for unit in (build.folder() / kernel).glob("*.cu"):
         made = str(folder / f"{unit.stem}.cubin")
-        done = subprocess.run([*command, "-o", made, str(unit)], capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run([*command, "-o", made, str(unit)], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         said += done.stderr
     return said
