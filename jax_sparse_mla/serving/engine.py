@@ -35,6 +35,8 @@ from jax_sparse_mla.serving.step import Program, Result, State, copy_states, new
 # Steps that are started before the tokens of one are read. With one, a GPU waits whenever the host is late by as little
 # as a step takes; a request that ends by a token of its own has so many steps more, whose results are dropped.
 STEPS_AHEAD = 2
+# The rows of the smallest program that reads prompts; larger ones are powers of two, and `chunk_size`.
+SMALLEST_CHUNK = 16
 
 _copy_states = jax.jit(copy_states, donate_argnums=0)
 
@@ -351,7 +353,8 @@ class Engine:
         drawn = [request.sampling.top_p for request in plan.requests if request.sampling.temperature > 0]
         choice = Choice.GREEDY if not drawn else Choice.DRAW if min(drawn) >= 1 else Choice.TOP_P
         if plan.mode is ForwardMode.EXTEND:
-            requests, rows = options.max_batch, options.chunk_size
+            rows = min(max(SMALLEST_CHUNK, power_of_two(plan.num_tokens)), options.chunk_size)
+            requests = options.max_batch
             changes = requests + -(-rows // page)
         else:
             requests = min(power_of_two(len(plan.requests)), options.max_batch)

@@ -3,8 +3,9 @@
 An engine repeats: `plan()` a step, run it, and `complete()` it with the tokens that it chose. A step may be planned
 before those before it have been completed: their tokens are then still on the device, and −1 stands for them.
 
-Prompts are read before any request decodes, in chunks. Where pages run out, new requests wait, and running ones are
-preempted, the latest first: their pages are given back, and their tokens are read again once there is room.
+Prompts are read in chunks. Where some requests have prompt left and others decode, steps of both kinds take turns.
+Where pages run out, new requests wait, and running ones are preempted, the latest first: their pages are given back,
+and their tokens are read again once there is room.
 """
 
 from __future__ import annotations
@@ -20,64 +21,15 @@ import numpy as np
 from jax_sparse_mla.layers import gathers
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode
 from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.serving.options import GATHERED, PAGED, EngineOptions
 from jax_sparse_mla.serving.pages import OutOfPages, RequestPool
 from jax_sparse_mla.serving.prefix import Match, PrefixCache, page_digests
 from jax_sparse_mla.serving.request import Request
 
-GATHERED, PAGED = PREFILL_BACKENDS = ("flashmla_sparse", "flashmla_kv")
 # The smallest width of a step's page tables, in tokens; wider ones are powers of two.
 SMALLEST_BUCKET = 4096
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineOptions:
-    """Options of an engine.
-
-    Attributes:
-      bf16_cache: whether the caches are bfloat16 instead of FP8.
-      prefill_backend: "flashmla_sparse" gathers a workspace, "flashmla_kv" attends to the pages; None: as planned.
-      chunk_size: query rows of a prefill step.
-      max_batch: requests served at once.
-      max_len: tokens of the longest request, its output included.
-      seed: of the page order.
-      trace: whether to keep the steps of the latest run, for comparisons.
-      speculative_steps: the most draft tokens of a step for which the caches have room.
-      backend: the attention backend's name; None takes the router's choice for each call.
-      num_pages: pages of the full pool; None has enough for `max_batch` requests of `max_len`.
-      reuse_points: prefix reuse, 0 is off: with a window the number of states that are kept, else any number is on.
-
-    Raises:
-      TypeError: a count that is no integer. ValueError: an unknown prefill backend, or a count below its least.
-    """
-
-    bf16_cache: bool = False
-    prefill_backend: str | None = None
-    chunk_size: int = 1024
-    max_batch: int = 8
-    max_len: int = 4096
-    seed: int = 0
-    trace: bool = False
-    speculative_steps: int = 0
-    backend: str | None = None
-    num_pages: int | None = None
-    reuse_points: int = 0
-
-    def __post_init__(self):
-        if self.prefill_backend not in (None, *PREFILL_BACKENDS):
-            raise ValueError(
-                f"prefill_backend must be one of {', '.join(PREFILL_BACKENDS)}, got {self.prefill_backend!r}"
-            )
-        leasts = {"chunk_size": 1, "max_batch": 1, "max_len": 2, "speculative_steps": 0, "reuse_points": 0}
-        if self.num_pages is not None:
-            leasts["num_pages"] = 2  # page 0 is that of padding
-        for name, least in leasts.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 @dataclasses.dataclass
@@ -193,6 +145,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.counters = Counters()
         self._unread_steps = 0
+        self._read_last = False  # whether the latest step read prompts
         self._restored: list[tuple[int, int]] = []
         self._held_back: Request | None = None  # which has been counted as queued
 
@@ -262,23 +215,34 @@ class Scheduler:
     def plan(self, drafts: int = 0) -> StepPlan | None:
         """The next step; None if there is nothing to run until a step that runs is completed, or a request comes.
 
-        A step that would decode becomes a TARGET_VERIFY step of so many drafts for each request.
+        A step that would decode becomes a TARGET_VERIFY step of so many drafts for each request. Steps that read prompts
+        and steps that decode take turns where there are both.
         """
         self._drop_cancelled()
         self._trim()
         self._admit()
-        prefill = [r for r in self.running if r.in_prefill]
-        if prefill:
-            mode, wanted = ForwardMode.EXTEND, self._chunks(prefill)
-        else:
-            mode, count = (ForwardMode.TARGET_VERIFY, drafts + 1) if drafts else (ForwardMode.DECODE, 1)
-            wanted = [(r, count) for r in self.running if len(r.output) + r.unread < r.max_new_tokens]
-        served = self._with_pages(wanted)
-        if not served:
-            if not self._unread_steps and not self.idle:
+        while True:
+            running = len(self.running)
+            mode, wanted = self._wanted(drafts)
+            if served := self._with_pages(wanted):
+                return self._new_plan(mode, served)
+            if self._unread_steps or self.idle:
+                return None
+            if len(self.running) == running:  # else those that it would have served are preempted: serve others
                 raise RuntimeError("the scheduler has requests, but no step for them")
-            return None
-        return self._new_plan(mode, served)
+
+    def _wanted(self, drafts: int) -> tuple[ForwardMode, list[tuple[Request, int]]]:
+        """The mode of the next step, and so many positions of each request.
+
+        After a step that read prompts, those that can decode do so: a prompt, and prompts without end, hold nobody up
+        for longer than a chunk.
+        """
+        mode, count = (ForwardMode.TARGET_VERIFY, drafts + 1) if drafts else (ForwardMode.DECODE, 1)
+        ready = [r for r in self.running if not r.in_prefill and len(r.output) + r.unread < r.max_new_tokens]
+        prefill = [r for r in self.running if r.in_prefill]
+        if prefill and not (ready and self._read_last):
+            return ForwardMode.EXTEND, self._chunks(prefill)
+        return mode, [(request, count) for request in ready]
 
     def complete(
         self, plan: StepPlan, tokens: Sequence[Sequence[int]], margins: Sequence[Sequence[float]]
@@ -435,6 +399,7 @@ class Scheduler:
             request.unread += samples[-1]
         restored, self._restored = self._restored, []
         self._unread_steps += 1
+        self._read_last = mode is ForwardMode.EXTEND
         return StepPlan(
             mode=mode,
             requests=requests,

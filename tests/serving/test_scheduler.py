@@ -140,8 +140,16 @@ def right_or_wrong(length, key, count):
     return drafts
 
 
+def decodes(request):
+    """Whether the request has its prompt behind it and a token to choose."""
+    return not request.in_prefill and len(request.output) + request.unread < request.max_new_tokens
+
+
 class Modelled(Scheduler):
     """Each plan is compared with a plain model of who comes in, who is served, and who goes."""
+
+    missed = 0  # steps in succession that those who decode had to wait for
+    read_last = False
 
     def plan(self, drafts=0):
         page, options, preempted = self.spec.page_size, self.options, self.counters.preempted
@@ -156,6 +164,7 @@ class Modelled(Scheduler):
             if served and free < (len(served) if request.reread else 0):
                 break
             served.append(request)
+        ready = [r for r in running if decodes(r)]
         plan = super().plan(drafts)
         preempted = self.counters.preempted - preempted
         if self.prefixes is None:
@@ -167,8 +176,13 @@ class Modelled(Scheduler):
             ends = all(not r.in_prefill or r.computed in r.cuts for r in self.running)
             assert preempted or plan.num_tokens == options.chunk_size or ends
         elif plan is not None:  # who decodes misses steps that read prompts, and no others
-            last = {id(r) for r in self.running if len(r.output) + r.unread >= r.max_new_tokens}
-            assert all(r in plan.requests for r in self.running if id(r) not in last)
+            assert all(r in plan.requests for r in ready if r.row is not None)
+        if plan is not None:  # and of those one at a time, however many prompts there are
+            reads = plan.mode is ForwardMode.EXTEND
+            self.missed = self.missed + 1 if reads and any(r.row is not None for r in ready) else 0
+            assert self.missed <= 1
+            assert reads or not any(r.in_prefill for r in self.running) or self.read_last
+            self.read_last = reads
         return plan
 
 
@@ -407,14 +421,30 @@ def test_a_step_s_arrays():
     assert batch.out_cache_loc.tolist() == expected and batch.req_pool_indices.tolist()[:2] == plan.rows.tolist()
     assert all(x.dtype == np.int32 for x in (batch.seq_lens, batch.out_cache_loc, batch.extend_lens))
 
-    # The first request's token is not read yet: it reads no more, and the second one goes on alone.
+    # The first request's token is not read yet. It decodes, and then the second one reads on alone.
     second = scheduler.plan()
-    assert second.requests == requests[1:] and second.starts.tolist() == [3] and second.counts.tolist() == [5]
+    assert second.mode is ForwardMode.DECODE and second.requests == requests[:1] and second.tokens.tolist() == [-1]
     third = scheduler.plan()
-    assert third.mode is ForwardMode.DECODE and third.tokens.tolist() == [-1, -1]
+    assert third.requests == requests[1:] and third.starts.tolist() == [3] and third.counts.tolist() == [5]
+    fourth = scheduler.plan()
+    assert fourth.mode is ForwardMode.DECODE and fourth.requests == requests[1:] and fourth.tokens.tolist() == [-1]
     scheduler.complete(plan, [[5], []], [[0.5], []])
     assert requests[0].output == [5] and requests[0].margins == [0.5] and not requests[1].output
     assert scheduler.plan() is None  # each has chosen its last token; it is not read
+
+
+def test_arrivals_without_end_hold_nobody_up():
+    """One-token requests that arrived one by one kept one that runs from decoding."""
+    scheduler = Scheduler(PLAIN, EngineOptions(max_batch=2, max_len=24, chunk_size=4), VOCABULARY)
+    device, request, steps = Device(scheduler), Request([1, 2], 8), 0
+    scheduler.submit(request)
+    while not request.finished:
+        scheduler.submit(Request([3], 1))
+        plan = scheduler.plan()
+        chosen = device.run(plan)
+        scheduler.complete(plan, chosen, [[0.0] * len(tokens) for tokens in chosen])
+        steps += 1
+    assert steps == 15  # a step of its own for each token, and one of others between two
 
 
 def test_tokens_go_to_the_callback_until_the_last():

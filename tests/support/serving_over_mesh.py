@@ -22,7 +22,7 @@ from virtual_devices import assert_refused, report, run_cases
 from jax_sparse_mla.attention import context_parallel_decode, cut_pages, sparse_mla_decode
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
 from jax_sparse_mla.serving import Model
-from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.engine import SMALLEST_CHUNK, Engine
 from jax_sparse_mla.serving.mesh import (
     HEADS,
     REQUESTS,
@@ -50,7 +50,8 @@ GLM53 |= dict(mlp_layer_types=["dense", "sparse"])
 ROUNDING = 2e-3
 # Pairs have equally many tokens to make, so every decode step has two requests a share: one program.
 LENGTHS, NEW = (5, 40, 70, 17, 3, 100, 33, 64), 4
-OPTIONS = EngineOptions(chunk_size=32, max_batch=2, max_len=256)
+# One program for prompts, so that shares run steps of the sizes that one device runs.
+OPTIONS = EngineOptions(chunk_size=SMALLEST_CHUNK, max_batch=2, max_len=256)
 
 
 def requests(count=None):
