@@ -17,8 +17,8 @@ from jax_sparse_mla.cli.progress import Progress, Status, Stream
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from jax_sparse_mla.serving.presets import PRESETS
     from jax_sparse_mla.serving.options import PREFILL_BACKENDS
+    from jax_sparse_mla.serving.presets import PRESETS
 
     add, source = parser.add_argument, parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="a transformers checkpoint: DeepSeek-V3.2, V4, GLM-5 or 5.3")

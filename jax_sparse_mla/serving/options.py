@@ -6,6 +6,9 @@ import dataclasses
 
 import numpy as np
 
+# A round is one program, in which drafts are made one behind the other: many take minutes and gigabytes to compile.
+MAX_DRAFTS = 32
+
 GATHERED, PAGED = PREFILL_BACKENDS = ("flashmla_sparse", "flashmla_kv")
 
 
@@ -21,10 +24,13 @@ class EngineOptions:
       max_len: tokens of the longest request, its output included.
       seed: of the page order.
       trace: whether to keep the steps of the latest run, for comparisons.
-      speculative_steps: the most draft tokens of a step for which the caches have room.
+      speculative_steps: the most draft tokens of a step for which the caches have room, at most `MAX_DRAFTS`.
       backend: the attention backend's name; None takes the router's choice for each call.
       num_pages: pages of the full pool; None has enough for `max_batch` requests of `max_len`.
       reuse_points: prefix reuse, 0 is off: with a window the number of states that are kept, else any number is on.
+      batch_invariant: a request's tokens and logits do not depend, to the bit, on who else is served. Every step is
+        padded to the largest, and a step reads one prompt. Nothing may be preempted or reused: `num_pages` must be None
+        and `reuse_points` 0.
 
     Raises:
       TypeError: a count that is no integer. ValueError: an unknown prefill backend, or a count below its least.
@@ -41,6 +47,7 @@ class EngineOptions:
     backend: str | None = None
     num_pages: int | None = None
     reuse_points: int = 0
+    batch_invariant: bool = False
 
     def __post_init__(self):
         if self.prefill_backend not in (None, *PREFILL_BACKENDS):
@@ -56,3 +63,11 @@ class EngineOptions:
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.speculative_steps > MAX_DRAFTS:
+            raise ValueError(f"speculative_steps must be at most {MAX_DRAFTS}, got {self.speculative_steps}")
+        for name, value in (("num_pages", None), ("reuse_points", 0)) if self.batch_invariant else ():
+            if (given := getattr(self, name)) != value:
+                raise ValueError(
+                    f"{name} must be {value} with batch_invariant, got {given}: what is read again or was read by "
+                    "others is rounded otherwise"
+                )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import operator
 from collections.abc import Sequence
 
@@ -28,6 +29,9 @@ from jax_sparse_mla.serving.request import Request
 
 # The smallest width of a step's page tables, in tokens; wider ones are powers of two.
 SMALLEST_BUCKET = 4096
+
+# `Request.error` of a request whose step made logits that are not finite.
+NOT_FINITE = "the model's logits are not finite: a weight or a cached key is NaN or too large"
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +114,7 @@ class Counters:
 
     finished: int = 0  # requests
     cancelled: int = 0  # requests
+    failed: int = 0  # requests that ended with a `Request.error`
     queued: int = 0  # requests that had a row but no pages when they could have begun
     preempted: int = 0  # times that a running request gave its pages back
     reused: int = 0  # prompt tokens that were not computed, because others had read them
@@ -128,7 +133,13 @@ class Scheduler:
     """
 
     def __init__(self, spec: ModelSpec, options: EngineOptions, vocab_size: int, *, reuse: bool = False):
-        self.spec, self.options, self.vocab_size = spec, options, vocab_size
+        self.spec, self.options, self.vocab_size, self.reuse = spec, options, vocab_size, reuse
+        self.counters = Counters()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Empty tables, and no requests."""
+        spec, options = self.spec, self.options
         self.pool = RequestPool(
             max_requests=options.max_batch,
             max_len=options.max_len + options.speculative_steps,  # a request's last drafts may pass its end
@@ -140,10 +151,9 @@ class Scheduler:
         )
         # Rows of carried states behind those of the requests.
         rows = range(options.max_batch, options.max_batch + options.reuse_points) if spec.windowed else ()
-        self.prefixes = PrefixCache(self.pool, rows) if reuse and options.reuse_points else None
+        self.prefixes = PrefixCache(self.pool, rows) if self.reuse and options.reuse_points else None
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []
-        self.counters = Counters()
         self._unread_steps = 0
         self._read_last = False  # whether the latest step read prompts
         self._restored: list[tuple[int, int]] = []
@@ -167,7 +177,7 @@ class Scheduler:
         prompt, new = request.prompt, request.max_new_tokens
         if request.submitted:
             raise ValueError(f"{name} has been submitted before: make a Request for each time that it is served")
-        if request.row is None and (request.output or request.computed):
+        if request.error is not None or (request.row is None and (request.output or request.computed)):
             raise ValueError(f"{name} has been served before")
         if not prompt or new < 1:
             raise ValueError(f"{name} must have at least one token and ask for one, got {len(prompt)} and {new}")
@@ -185,6 +195,8 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Takes a new request, or one that is in the tables already (a hand-over); raises what `check` raises."""
         self.check(request)
+        if request.row is not None and self._pages_for(request.computed) > len(self.pool.pages_of(request.row)):
+            raise ValueError("the request's pages are not kept any more: import it again")
         request.submitted = True
         if request.row is None:
             self.waiting.append(request)
@@ -210,13 +222,25 @@ class Scheduler:
             self.prefixes.clear()
         self._unread_steps = 0
 
+    def reset(self, error: str) -> None:
+        """Drops all requests, in whatever state an exception has left the tables: these begin anew.
+
+        Each request that is not finished has `error` then. It may be called again if it was interrupted.
+        """
+        for request in (*self.running, *self.waiting):
+            if not request.finished:
+                request.error = error
+                self.counters.failed += 1
+            request.submitted, request.row, request.unread, request.digests = False, None, 0, None
+        self._begin()
+
     # Steps.
 
     def plan(self, drafts: int = 0) -> StepPlan | None:
         """The next step; None if there is nothing to run until a step that runs is completed, or a request comes.
 
-        A step that would decode becomes a TARGET_VERIFY step of so many drafts for each request. Steps that read prompts
-        and steps that decode take turns where there are both.
+        Steps that read prompts and steps that decode take turns where there are both. A step that would decode becomes
+        a TARGET_VERIFY step of so many drafts for each request.
         """
         self._drop_cancelled()
         self._trim()
@@ -256,9 +280,20 @@ class Scheduler:
 
         Returns the requests that the step finished; their rows and pages are free again.
 
+        A NaN margin says that the token's logits are not finite: it ends the request with an error.
+
         Raises:
           BaseException: the first that an `on_token` raised, once all tokens are taken; its request is cancelled.
         """
+        finished, failed = self.take(plan, tokens, margins)
+        if failed is not None:
+            raise failed
+        return finished
+
+    def take(
+        self, plan: StepPlan, tokens: Sequence[Sequence[int]], margins: Sequence[Sequence[float]]
+    ) -> tuple[list[Request], BaseException | None]:
+        """As `complete`, but returns what an `on_token` raised. What it raises itself has left tables unfinished."""
         self._unread_steps = max(0, self._unread_steps - 1)  # a callback of another share may have dropped all
         verify, finished, failed = plan.mode is ForwardMode.TARGET_VERIFY, [], None
         for i, request in enumerate(plan.requests):
@@ -269,8 +304,12 @@ class Scheduler:
                 continue
             start = len(request.output)
             for token, margin in zip(tokens[i], margins[i]):
+                if math.isnan(margin):
+                    self._fail(request)
+                    break
+                request.take(token, margin)
                 try:
-                    request.append(token, margin)
+                    request.tell()
                 except BaseException as error:
                     request.cancel()
                     failed = failed or error
@@ -285,11 +324,18 @@ class Scheduler:
             if request.finished:
                 finished.append(request)
                 self._close(request)
-                self.counters.cancelled += request.cancelled
-                self.counters.finished += not request.cancelled
-        if failed is not None:
-            raise failed
-        return finished
+                if request.error is None:
+                    self.counters.cancelled += request.cancelled
+                    self.counters.finished += not request.cancelled
+        return finished, failed
+
+    def _fail(self, request: Request) -> None:
+        """Ends a request whose logits are not finite; nobody shall reuse what it has cached."""
+        request.error = NOT_FINITE
+        self.counters.failed += 1
+        log.error("a request of %d tokens ends: %s", len(request.tokens), NOT_FINITE)
+        if self.prefixes:
+            self.prefixes.forget(self.pool.pages_of(request.row))
 
     def _trim(self) -> None:
         for request in self.running:
@@ -330,7 +376,8 @@ class Scheduler:
             request.computed, request.cuts = 0, ()
             if match:
                 self._adopt(request, match)
-            self.running.append(self.waiting.popleft())
+            self.running.append(request)  # before it leaves the other: an interrupt must find it
+            self.waiting.popleft()
 
     def _adopt(self, request: Request, match: Match) -> None:
         page = self.spec.page_size
@@ -345,7 +392,7 @@ class Scheduler:
 
     def _chunks(self, prefill: list[Request]) -> list[tuple[Request, int]]:
         wanted, budget = [], self.options.chunk_size
-        for request in prefill:
+        for request in prefill[:1] if self.options.batch_invariant else prefill:
             end = min((cut for cut in request.cuts if cut > request.computed), default=request.prefill_len)
             count = min(end - request.computed, budget)
             if count:
@@ -374,9 +421,9 @@ class Scheduler:
         return served
 
     def _preempt(self, request: Request) -> None:
+        self.waiting.appendleft(request)
         self._close(request)
         request.computed, request.reread = 0, len(request.tokens)
-        self.waiting.appendleft(request)
         self.counters.preempted += 1
         log.warning("out of pages: a request of %d tokens is preempted, %d run",
                     len(request.tokens), len(self.running))  # fmt: skip
@@ -443,6 +490,8 @@ class Scheduler:
 
     def _bucket(self, max_len: int) -> int:
         """The table width for `max_len` tokens: a power of two, so that few widths compile."""
+        if self.options.batch_invariant:
+            return self.pool.req_to_token.shape[1]
         return min(max(SMALLEST_BUCKET, power_of_two(max_len)), self.pool.req_to_token.shape[1])
 
 

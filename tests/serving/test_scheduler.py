@@ -444,7 +444,7 @@ def test_arrivals_without_end_hold_nobody_up():
         chosen = device.run(plan)
         scheduler.complete(plan, chosen, [[0.0] * len(tokens) for tokens in chosen])
         steps += 1
-    assert steps == 15  # a step of its own for each token, and one of others between two
+    assert steps == 14  # the prompt's, and for each further token one of its own, with one of others between two
 
 
 def test_tokens_go_to_the_callback_until_the_last():
