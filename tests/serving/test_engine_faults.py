@@ -1,11 +1,13 @@
 """What the engine promises where something goes wrong, or where JAX is told to be strict: docs/reliability.md."""
 
 import collections
+import dataclasses
 import random
 import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from counting_model import POISON, Summing, expected
 
@@ -189,6 +191,19 @@ def test_logits_that_are_not_finite_end_their_request_alone(engine, drafts, capl
     assert all("logits are not finite" in request.error and request.finished for request in poisoned)
     assert [request.output for request in poisoned] == [[], []] and all(map(right, others))
     assert engine.scheduler.counters.failed == failed + 2 and "logits are not finite" in caplog.text
+    serve_all(engine)
+
+
+def test_a_key_that_was_spoilt_is_not_reused(engine):
+    request = Request(TEXT, 4)
+    engine.submit(request)
+    while not request.output:
+        engine.step()
+    slot = int(engine.scheduler.pool.req_to_token[request.row, 0])
+    engine.state = dataclasses.replace(engine.state, caches=engine.state.caches.at[slot].set(jnp.nan))
+    while not engine.idle:
+        engine.step()
+    assert "logits are not finite" in request.error
     serve_all(engine)
 
 

@@ -399,6 +399,29 @@ def test_a_pool_without_room_queues_and_preempts_and_says_so(caplog):
     free_everything(scheduler)
 
 
+def test_who_was_preempted_comes_back_when_there_is_room_to_go_on():
+    """The second request ends and leaves the third just the pages of its text, the first soon needs one of them: what
+    the third reads would be dropped again. No token would be wrong, and a prompt would be read once more."""
+    scheduler = Scheduler(PLAIN, EngineOptions(max_batch=3, max_len=24, num_pages=5), VOCABULARY)
+    requests = [Request([i] * 4, new) for i, new in enumerate((7, 3, 7))]
+    serve(scheduler, requests)
+    assert [r.output for r in requests] == [oracle(r.prompt, r.max_new_tokens) for r in requests]
+    assert scheduler.counters.preempted == 1
+
+
+def test_batch_invariant_steps_hang_on_nobody_else():
+    """One width of page tables, whose columns a sum may go over, and one prompt a step."""
+    options = EngineOptions(max_batch=2, max_len=9000, chunk_size=8, batch_invariant=True)
+    scheduler = Scheduler(PLAIN, options, VOCABULARY)
+    requests = [Request([1] * 3, 2), Request([2] * 9, 2)]
+    plans = serve(scheduler, requests)
+    assert {plan.max_seq_len for plan in plans} == {9000} and [r.output for r in requests] == [
+        oracle(r.prompt, 2) for r in requests
+    ]
+    read = [(plan.requests, plan.counts.tolist()) for plan in plans if plan.mode is ForwardMode.EXTEND]
+    assert read == [(requests[:1], [3]), (requests[1:], [8]), (requests[1:], [1])]
+
+
 def test_a_request_larger_than_the_pool_is_refused():
     scheduler = Scheduler(PLAIN, EngineOptions(max_len=24, num_pages=4), VOCABULARY)
     with pytest.raises(ValueError, match="needs 5 pages: more than the pool's 3"):
