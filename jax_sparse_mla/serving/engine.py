@@ -174,8 +174,7 @@ class Engine:
 
     def _place(self, params: Params) -> tuple[State, Params]:
         """A new state and the parameters, committed to the device, as what a step returns is."""
-        self._device = jax.local_devices()[0]
-        return jax.device_put((self._new_state(params), params), self._device)
+        return jax.device_put((self._new_state(params), params), jax.local_devices()[0])
 
     def _new_state(self, params: Params) -> State:
         options, pool, draft = self.options, self.scheduler.pool, None
@@ -346,12 +345,12 @@ class Engine:
             self.compile_seconds += plan.compile_seconds
         program, call = self._programs[key]
         if (packed := self._counted_on(program, plan)) is None:
-            packed = self._packed(program, plan)
+            packed = self._pack(program, plan)
         plan.started = time.perf_counter()
-        self.state, result, following, layers, logits = call(self.params, self.state, packed)
-        self._latest = program, plan, following
-        with jax.transfer_guard_device_to_host("allow"):  # as explicit as a copy can be that nobody waits for
+        with jax.transfer_guard("allow"):  # `device_put` of the array would cost the host as much as the call
+            self.state, result, following, layers, logits = call(self.params, self.state, packed)
             result.copy_to_host_async()
+        self._latest = program, plan, following
         self._unread.append((plan, program, result))
         if plan.kept:
             self._copy_states(plan.kept)
@@ -363,11 +362,8 @@ class Engine:
         latest_program, latest, following = self._latest or (None, None, None)
         return following if program is latest_program and plan.follows(latest) else None
 
-    def _packed(self, program: Program, plan: StepPlan | None) -> jax.Array:
-        """A step's array from the host; without a plan all is padding."""
-        return jax.device_put(self._pack(program, plan), self._device)
-
     def _pack(self, program: Program, plan: StepPlan | None) -> np.ndarray:
+        """The host's array for a step; without a plan all is padding."""
         return pack(program, plan, self.options.max_batch, self._proposals(plan))
 
     def _traced(self, plan: StepPlan) -> TracedStep:
@@ -384,7 +380,9 @@ class Engine:
     def _read(self) -> tuple[StepPlan, BaseException | None]:
         """Waits for the oldest step that runs, and takes its tokens. Returns it, and what a callback raised."""
         plan, program, packed = self._unread.popleft()
-        result = self._unpack(program, plan, jax.device_get(packed))
+        with jax.transfer_guard("allow"):
+            packed = np.asarray(packed)
+        result = self._unpack(program, plan, packed)
         plan.arrived = time.perf_counter()
         if result.overflow:
             raise RuntimeError(f"a step of {plan.mode} overflowed its bucket of {program.max_seq_len} tokens")
@@ -409,7 +407,7 @@ class Engine:
     def _copy_states(self, pairs: list[tuple[int, int]]) -> None:
         caches = self.state.caches
         for pair in pairs:  # one at a time: their number would select a compilation
-            caches = _copy_states(caches, jax.device_put(np.array([pair], np.int32), self._device))
+            caches = _copy_states(caches, jax.device_put(np.array([pair], np.int32)))
         self.state = dataclasses.replace(self.state, caches=caches)
 
     # Programs.
@@ -450,7 +448,7 @@ class Engine:
             trace=self.options.trace,
             logits=self.options.trace,
         )
-        arguments = self.params, self.state, self._packed(program, None)
+        arguments = self.params, self.state, self._pack(program, None)
         leaves, tree = jax.tree.flatten(arguments)
         key = program, self.mesh, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         if key not in _executables:

@@ -297,10 +297,10 @@ class MeshEngine(Engine):
         new_state = jax.shard_map(new_state, mesh=self.mesh, in_specs=(), out_specs=P(REQUESTS))
         return jax.jit(new_state)(), params
 
-    def _packed(self, program: Program, plan: JointPlan | None) -> jax.Array:
+    def _pack(self, program: Program, plan: JointPlan | None) -> jax.Array:
         """Cut as a step returns the array of the step that follows it; every process has the whole."""
         parts = [None] * self.mesh.shape[REQUESTS] if plan is None else plan.parts
-        packed = np.concatenate([self._pack(program, part) for part in parts])
+        packed = np.concatenate([super(MeshEngine, self)._pack(program, part) for part in parts])
         return jax.make_array_from_callback(packed.shape, NamedSharding(self.mesh, P(REQUESTS)), packed.__getitem__)
 
     def _unpack(self, program: Program, plan: JointPlan, packed: np.ndarray) -> Result:

@@ -426,7 +426,7 @@ fault("callback-runs", "a callback runs steps within a step",
 fault("chunk-buckets", "every prompt is padded to the chunk",
       "power_of_two(plan.num_tokens)), options.chunk_size)", "options.chunk_size), options.chunk_size)")
 fault("implicit-copy", "a step's array is copied implicitly",
-      "return jax.device_put(self._pack(program, plan), self._device)", "return self._pack(program, plan)")
+      'jax.transfer_guard("allow"):  # `device_put`', "activity.show(program.mode.value):  # `device_put`")
 fault = of("jax_sparse_mla/serving/step.py", "tests/serving/test_engine_faults.py")
 fault("rank-promotion", "steps depend on the caller's rank promotion", 'jax.numpy_rank_promotion("allow")',
       "jax.named_scope(program.mode.value)")
