@@ -135,12 +135,12 @@ class Scheduler:
     def __init__(self, spec: ModelSpec, options: EngineOptions, vocab_size: int, *, reuse: bool = False):
         self.spec, self.options, self.vocab_size, self.reuse = spec, options, vocab_size, reuse
         self.counters = Counters()
+        self.pool = self._new_pool()
         self._begin()
 
-    def _begin(self) -> None:
-        """Empty tables, and no requests."""
+    def _new_pool(self) -> RequestPool:
         spec, options = self.spec, self.options
-        self.pool = RequestPool(
+        return RequestPool(
             max_requests=options.max_batch,
             max_len=options.max_len + options.speculative_steps,  # a request's last drafts may pass its end
             page_size=spec.page_size,
@@ -149,6 +149,10 @@ class Scheduler:
             num_pages=options.num_pages,
             num_swa_pages=self._window_pages() if spec.windowed else None,
         )
+
+    def _begin(self) -> None:
+        """Serves no requests, with a pool that has none."""
+        spec, options = self.spec, self.options
         # Rows of carried states behind those of the requests.
         rows = range(options.max_batch, options.max_batch + options.reuse_points) if spec.windowed else ()
         self.prefixes = PrefixCache(self.pool, rows) if self.reuse and options.reuse_points else None
@@ -232,6 +236,7 @@ class Scheduler:
                 request.error = error
                 self.counters.failed += 1
             request.submitted, request.row, request.unread, request.digests = False, None, 0, None
+        vars(self.pool).update(vars(self._new_pool()))  # the same object, for whoever holds it
         self._begin()
 
     # Steps.

@@ -380,12 +380,6 @@ fault("invariant-chunks", "batch invariant steps read several prompts",
       "prefill[:1] if self.options.batch_invariant else prefill", "prefill")
 fault("invariant-width", "batch invariant steps have page tables as wide as their longest request",
       "        if self.options.batch_invariant:\n            return self.pool.req_to_token.shape[1]\n", "")
-fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_engine_faults.py")
-fault("failed-not-ended", "a token of logits that are not finite is taken", "if math.isnan(margin):", "if False:")
-fault("failed-reused", "pages of a request whose logits were not finite are reused",
-      "            self.prefixes.forget(self.pool.pages_of(request.row))\n", "            pass\n")
-fault("interrupt-tables", "after an interrupt the tables go on as they are",
-      "        self._begin()\n\n    # Steps.\n", "\n    # Steps.\n")
 fault("step-follows-mapped", "a step follows although pages were mapped",
       "            and not len(self.mapped)\n", "")
 fault("end-token-in-drafts", "an end token inside accepted drafts does not end the request",
@@ -400,6 +394,12 @@ fault("verify-computed", "after drafts a token counts as computed that is not",
 fault("states-before-the-step", "carried states are kept before the step that makes them",
       "            restored=restored,\n            kept=kept,\n",
       "            restored=restored + kept,\n            kept=[],\n")
+fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_engine_faults.py")
+fault("failed-not-ended", "a token of logits that are not finite is taken", "if math.isnan(margin):", "if False:")
+fault("failed-reused", "pages of a request whose logits were not finite are reused",
+      "            self.prefixes.forget(self.pool.pages_of(request.row))\n", "            pass\n")
+fault("interrupt-tables", "after an interrupt the tables go on as they are",
+      "        vars(self.pool).update(vars(self._new_pool()))", "        pass")
 fault = of("jax_sparse_mla/serving/step.py", "tests/serving/test_speculative.py")
 fault("draft-layer-position", "the draft layer's tokens stand a position too far",
       "drafted[-1], parts, i - 1)", "drafted[-1], parts, i)")
