@@ -344,10 +344,10 @@ class Engine:
             plan.compile_seconds = time.perf_counter() - start
             self.compile_seconds += plan.compile_seconds
         program, call = self._programs[key]
-        if (packed := self._counted_on(program, plan)) is None:
-            packed = self._pack(program, plan)
-        plan.started = time.perf_counter()
         with jax.transfer_guard("allow"):  # `device_put` of the array would cost the host as much as the call
+            if (packed := self._counted_on(program, plan)) is None:
+                packed = self._pack(program, plan)
+            plan.started = time.perf_counter()
             self.state, result, following, layers, logits = call(self.params, self.state, packed)
             result.copy_to_host_async()
         self._latest = program, plan, following

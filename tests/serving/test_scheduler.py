@@ -219,7 +219,7 @@ def cases(draw):
         max_batch=draw(st.integers(1, 4)),
         max_len=max_len,
         speculative_steps=drafts,
-        num_pages=draw(st.sampled_from([None, 1 + most, 4 + most])),  # from one long request's pages on
+        num_pages=draw(st.sampled_from([None, 1 + most, 1 + most, 4 + most])),  # from one long request's pages on
         reuse_points=draw(st.sampled_from([0, 0, 1, 3])),
         seed=draw(st.integers(0, 3)),
     )
@@ -229,7 +229,7 @@ def cases(draw):
     for _ in range(draw(st.integers(1, 12))):
         length = draw(st.integers(1, 34))
         prompt = draw(st.sampled_from(texts))[:length]
-        new = draw(st.integers(1, 6))
+        new = draw(st.integers(1, min(16, max_len - length)))
         eos = draw(st.sampled_from([(), (), tuple(range(0, VOCABULARY, 4))]))
         forced = draw(st.sampled_from([(), (), (3,), (5, 5, 6, 0)]))
         fails = draw(st.sampled_from([None, None, None, 1, 2, 4]))
@@ -406,7 +406,7 @@ def test_who_was_preempted_comes_back_when_there_is_room_to_go_on():
     requests = [Request([i] * 4, new) for i, new in enumerate((7, 3, 7))]
     serve(scheduler, requests)
     assert [r.output for r in requests] == [oracle(r.prompt, r.max_new_tokens) for r in requests]
-    assert scheduler.counters.preempted == 1
+    assert scheduler.counters.preempted == 1 and [bool(r.reread) for r in requests] == [False, False, True]
 
 
 def test_batch_invariant_steps_hang_on_nobody_else():
