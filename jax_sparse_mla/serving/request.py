@@ -141,8 +141,8 @@ class Request:
         """As `append`, but calls nobody."""
         if len(self.output) < len(self.forced):
             token = self.forced[len(self.output)]
-        self.output.append(token)
         self.margins.append(margin)
+        self.output.append(token)
 
     def tell(self) -> None:
         """Calls `on_token` with the last token."""

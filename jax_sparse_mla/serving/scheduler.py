@@ -235,6 +235,7 @@ class Scheduler:
             if not request.finished:
                 request.error = error
                 self.counters.failed += 1
+            del request.margins[len(request.output) :]  # of a token that was just coming
             request.submitted, request.row, request.unread, request.digests = False, None, 0, None
         vars(self.pool).update(vars(self._new_pool()))  # the same object, for whoever holds it
         self._begin()

@@ -15,7 +15,7 @@ import jax_sparse_mla.serving
 from jax_sparse_mla import ForwardMode
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.request import Request
-from jax_sparse_mla.serving.scheduler import EngineOptions
+from jax_sparse_mla.serving.scheduler import EngineOptions, Scheduler
 
 # A pool that just holds one of the longest requests and a little more: some wait, some are preempted.
 OPTIONS = EngineOptions(chunk_size=8, max_batch=3, max_len=40, num_pages=16, reuse_points=2, speculative_steps=2)
@@ -63,12 +63,13 @@ def everything_is_free(engine):
 
 
 class Interrupts:
-    """Counts the lines that run in `jax_sparse_mla.serving`, and raises KeyboardInterrupt at one of them."""
+    """Counts the lines that run in `jax_sparse_mla.serving`, or in one function of it, and raises KeyboardInterrupt at
+    one of them."""
 
     folder = str(Path(jax_sparse_mla.serving.__file__).parent)
 
-    def __init__(self, at=None):
-        self.at, self.lines = at, 0
+    def __init__(self, at=None, function=None):
+        self.at, self.function, self.lines = at, function, 0
 
     def __enter__(self):
         sys.settrace(self.call)
@@ -78,7 +79,8 @@ class Interrupts:
         sys.settrace(None)
 
     def call(self, frame, event, argument):
-        return self.line if frame.f_code.co_filename.startswith(self.folder) else None
+        is_counted = self.function is None or frame.f_code is self.function.__code__
+        return self.line if is_counted and frame.f_code.co_filename.startswith(self.folder) else None
 
     def line(self, frame, event, argument):
         self.lines += event == "line"
@@ -119,6 +121,40 @@ def test_an_interrupt_at_any_line_leaves_an_engine_that_serves(engine, serve, dr
         assert everything_is_free(engine)
         serve_all(engine)
     assert outcomes["dropped"] > 25
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        Request.take,
+        Scheduler._admit,
+        Scheduler._preempt,
+        Scheduler._close,
+        Scheduler.take,
+        Engine._start,
+        Engine._whole,
+    ],
+)
+def test_an_interrupt_where_a_request_changes_hands(engine, function):
+    """At each line that runs there: no request gets lost, each is served or says that it was not."""
+    at, interrupted = 0, True
+    while interrupted and at < 60:
+        at, interrupted, requests = at + 1, False, new_requests()
+        for request in requests:
+            engine.submit(request)
+        try:
+            with Interrupts(at, function):
+                while not engine.idle:
+                    engine.step()
+        except KeyboardInterrupt:
+            interrupted = True
+        while not engine.idle:
+            engine.step()
+        # Where its `on_token` would have been called, an interrupt counts as what that one raised.
+        assert all(right(request) or request.error is not None or request.cancelled for request in requests)
+        assert all(len(request.margins) == len(request.output) for request in requests)
+        assert everything_is_free(engine)
+    assert at > 2
 
 
 def test_an_interrupt_while_the_engine_mends_itself(engine):
