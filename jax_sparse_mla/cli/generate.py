@@ -17,8 +17,8 @@ from jax_sparse_mla.cli.progress import Progress, Status, Stream
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from jax_sparse_mla.serving.options import PREFILL_BACKENDS
     from jax_sparse_mla.serving.presets import PRESETS
-    from jax_sparse_mla.serving.scheduler import PREFILL_BACKENDS
 
     add, source = parser.add_argument, parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="a transformers checkpoint: DeepSeek-V3.2, V4, GLM-5 or 5.3")
@@ -75,6 +75,10 @@ def backend_names(text: str) -> list[str]:
     return names
 
 
+class RequestsFailed(RuntimeError):
+    """Requests have ended with an error: there is nothing to compare."""
+
+
 def run(args: argparse.Namespace) -> int:
     """Generates, prints, compares; with several processes it ends the process.
 
@@ -90,9 +94,18 @@ def run(args: argparse.Namespace) -> int:
     args.status = Status()
     activity.show = args.status.working
     try:
-        return processes.run_as_one(args, lambda: _run(args)) if together else _run(args)
+        return processes.run_as_one(args, lambda: _status(args)) if together else _status(args)
     finally:
         activity.show = contextlib.nullcontext
+
+
+def _status(args: argparse.Namespace) -> int:
+    """As `run`; 1 where a request fails, too."""
+    try:
+        return _run(args)
+    except RequestsFailed as error:
+        print(f"failed     {error}")
+        return 1
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -178,6 +191,8 @@ def _serve(
     progress.print_summary()
     report.print_texts(setup.tokenizer.decode, requests, args.model is not None and not args.stream, args.verbose)
     report.print_routes(setup, engine, args.verbose)
+    if errors := [request.error for request in requests if request.error is not None]:
+        raise RequestsFailed(f"{len(errors)} of {len(requests)} requests: {errors[0]}")
     return accepted
 
 

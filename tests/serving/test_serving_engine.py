@@ -9,6 +9,7 @@ import pytest
 from toy_model import ToyModel
 
 from jax_sparse_mla import ForwardMode
+from jax_sparse_mla.serving import engine as engine_module
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.request import Request, Sampling
 from jax_sparse_mla.serving.sampling import Choice
@@ -29,6 +30,7 @@ def no_near_ties():
     jax.config.update("jax_default_matmul_precision", "highest")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_SPARSE_MLA_BACKEND", "reference")
+        patch.setattr(engine_module, "SMALLEST_CHUNK", OPTIONS.chunk_size)  # one program for prompts
         yield
     jax.config.update("jax_default_matmul_precision", precision)
 
