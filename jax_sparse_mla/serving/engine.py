@@ -18,6 +18,7 @@ from jax_sparse_mla import activity
 from jax_sparse_mla.attention.serve import calls_of
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.serving.memory import check_memory, size_of
 from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.sampling import Choice
@@ -80,7 +81,8 @@ class Engine:
       model, params, options: the served model; see `EngineOptions`.
 
     Raises:
-      ValueError: drafts or reuse of prefixes for a model whose layers carry states (`Model.is_recurrent`).
+      ValueError: drafts or reuse of prefixes for a model whose layers carry states (`Model.is_recurrent`); more caches
+        than the device has room for.
 
     Attributes:
       scheduler: the requests, their pages, and counters of what happened.
@@ -160,6 +162,7 @@ class Engine:
 
     def _place(self, params: Params) -> tuple[State, Params]:
         """A new state and the parameters, committed to the device, as what a step returns is."""
+        check_memory("weights and caches need", size_of((params, jax.eval_shape(self._new_state, params))))
         return jax.device_put((self._new_state(params), params), jax.local_devices()[0])
 
     def _new_state(self, params: Params) -> State:
