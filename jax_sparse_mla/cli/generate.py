@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "2x1: requests over two devices, 1x2: heads and experts over two"
     )
     add("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help=mesh)
-    shown = "a line for each step, request, layer and kernel, and the text of untrained models"
+    shown = "a line for each step, request, layer and kernel, the text of untrained models, and a fault's traceback"
     add("--verbose", action="store_true", help=shown)
     processes.add_arguments(parser)
 
