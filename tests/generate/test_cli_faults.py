@@ -158,7 +158,9 @@ def test_nobody_reads_what_is_printed(capsys, monkeypatch):
     assert main([*SERVED, "--prompt", "hello"]) == 141 and capsys.readouterr().err == ""
 
 
-CODE = "import sys; from jax_sparse_mla.cli import main; sys.exit(main(sys.argv[1:]))"
+# A shell's background processes begin with interrupts ignored.
+CODE = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+CODE += "from jax_sparse_mla.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 def test_a_pipe_and_an_interrupt_of_the_process(tmp_path):
