@@ -164,12 +164,14 @@ CODE += "from jax_sparse_mla.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 def test_a_pipe_and_an_interrupt_of_the_process(tmp_path):
-    """`jax-sparse-mla --version | true`, and Ctrl-C while it waits for a prompt; both at once, as imports take long."""
+    """`jax-sparse-mla --version | true`, and Ctrl-C while it waits for a prompt; all at once, as imports take long."""
     os.mkfifo(tmp_path / "prompt")
     reads, writes = os.pipe()
     os.close(reads)
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # else argparse writes at once, and minds no error
     version = [sys.executable, "-c", CODE, "--version"]
+    with open("/dev/full", "wb") as full:  # Python would try again when it ends, and print a traceback
+        lost = subprocess.Popen(version, stdout=full, stderr=subprocess.PIPE, env=buffered)
     version = subprocess.Popen(version, stdout=writes, stderr=subprocess.PIPE, env=buffered)
     os.close(writes)
     waits = [sys.executable, "-c", CODE, "generate", "--prompt-file", str(tmp_path / "prompt")]
@@ -177,6 +179,8 @@ def test_a_pipe_and_an_interrupt_of_the_process(tmp_path):
     try:
         _, err = version.communicate(timeout=120)
         assert (version.returncode, err) == (141, b"")
+        _, err = lost.communicate(timeout=120)
+        assert lost.returncode == 2 and err.count(b"\n") == 1 and b"No space left on device" in err
         while waiting.poll() is None:
             try:  # nobody can write to a pipe that nobody reads
                 prompt = os.open(tmp_path / "prompt", os.O_WRONLY | os.O_NONBLOCK)
