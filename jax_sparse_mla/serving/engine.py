@@ -21,6 +21,7 @@ from jax_sparse_mla import activity
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import kept_programs
+from jax_sparse_mla.serving.memory import check_memory, size_of
 from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.native import begin_to_load
 from jax_sparse_mla.serving.request import Request
@@ -90,7 +91,7 @@ class Engine:
 
     Raises:
       ValueError: drafts or reuse of prefixes for a model whose layers carry states (`Model.is_recurrent`);
-        `batch_invariant` for one with pools of index keys.
+        `batch_invariant` for one with pools of index keys; more caches than the device has room for.
 
     Attributes:
       scheduler: the requests, their pages, and counters of what happened.
@@ -177,6 +178,7 @@ class Engine:
 
     def _place(self, params: Params) -> tuple[State, Params]:
         """A new state and the parameters, committed to the device, as what a step returns is."""
+        check_memory("weights and caches need", size_of((params, jax.eval_shape(self._new_state, params))))
         return jax.device_put((self._new_state(params), params), jax.local_devices()[0])
 
     def _new_state(self, params: Params) -> State:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax_sparse_mla.layers import V4LayerParams
 from jax_sparse_mla.serving.checkpoint import init_params
 from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.memory import bytes_of_a_device, check_memory, size_of
 from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.params import LayerWeights
 from jax_sparse_mla.serving.request import Request
@@ -294,6 +295,8 @@ class MeshEngine(Engine):
 
     def _place(self, params: Params) -> tuple[State, Params]:
         new_state = functools.partial(self._new_state, params)  # which reads their dtype only
+        needed = bytes_of_a_device(params) + size_of(jax.eval_shape(new_state))
+        check_memory("weights and caches of a device need", needed)
         new_state = jax.shard_map(new_state, mesh=self.mesh, in_specs=(), out_specs=P(REQUESTS))
         return jax.jit(new_state)(), params
 
