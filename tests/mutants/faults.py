@@ -292,6 +292,12 @@ fault("compressor-overlap", "the halves A and B are exchanged", "slice(group * h
 fault = of("jax_sparse_mla/compressor/triton.py", "tests/compressor/test_triton_compressor.py")
 fault("triton-compressor-rope", "Triton compressor: an entry stands at its last token",
       "(last_position - (RATIO - 1)).to(tl.float32)", "last_position.to(tl.float32)")
+fault("triton-compressor-tail", "Triton compressor: tokens of the step before the last 8 are taken from the ring",
+      "if of_ring < window - UNROLL", "if of_ring < window - LOADED")
+fault("triton-compressor-last-block", "Triton compressor: a window's last block is left out in a step of decoding",
+      "tl.range(ring_end, window, UNROLL)", "tl.range(ring_end, window - UNROLL, UNROLL)")
+fault("triton-compressor-first-block", "Triton compressor: a window's first block is left out in a prompt's chunk",
+      "tl.range(0, step_begin, UNROLL)", "tl.range(UNROLL, step_begin, UNROLL)")
 
 # --- layers and models ------------------------------------------------------------------------------------------------
 fault = of("jax_sparse_mla/layers/write.py", "tests/layers/test_layer_write.py", "tests/layers/test_step.py")
