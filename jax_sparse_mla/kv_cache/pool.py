@@ -39,19 +39,24 @@ class LayerPool:
           TypeError: index is neither. ValueError: there is no such layer.
         """
         if isinstance(index, jax.core.Tracer) and self.num_layers > 1:
-            return self._as(_of_traced_layer(self._traced_from or type(self)), index)
+            return self._as(_of_traced_layer(self._static_class), index)
         check = ArgumentChecks(f"{type(self).__name__}.layer")
         index = check.static_int("index", index, minimum=0)
         if index >= self.num_layers:
             raise check.fail(f"index must be below num_layers, {self.num_layers}, got {index}")
-        return self.whole() if self.num_layers == 1 else dataclasses.replace(self.whole(), layer_index=index)
+        return self._as(self._static_class, None if self.num_layers == 1 else index)
 
     def whole(self: Pool) -> Pool:
         """All layers: what a step returns, so that its state is the same pytree before and after."""
-        return self._as(self._traced_from or type(self), None)
+        return self._as(self._static_class, None)
+
+    @property
+    def _static_class(self: Pool) -> type[Pool]:
+        return self._traced_from or type(self)
 
     def _as(self: Pool, cls: type[Pool], index: int | jax.Array | None) -> Pool:
-        return cls(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"layer_index": index})
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return cls(**fields | {"layer_index": index})
 
     def first_of(self, rows: int) -> int | jax.Array:
         """The first row of the view's layer in an array that has so many rows a layer."""

@@ -92,7 +92,7 @@ class DraftParams:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Layers from `first` on: `period` of them, and again layers of the same kinds in the same order, `times` in all."""
+    """Layers from `first` on: `period` of them, and again layers of the same kinds in their order, `times` in all."""
 
     first: int
     period: int = 1

@@ -58,7 +58,7 @@ def test_runs(kinds, runs):
 @pytest.mark.always("v32")
 @pytest.mark.parametrize("name", RUNS)
 def test_loops_compute_what_layers_one_after_the_other_do(name):
-    """Logits, caches, and each layer's input and selection, of two chunks and, but for the quick case, two decode steps."""
+    """Logits, caches, and each layer's input and selection, of two chunks and two decode steps (quickly: of chunks)."""
     model, dtype = small_model(name), jnp.float32 if name == "v32" else jnp.bfloat16
     params = model.init_params(0, dtype)
     looped = model.looped(params)
