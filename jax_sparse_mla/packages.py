@@ -1,14 +1,36 @@
-"""Optional packages: absent ones are passed over quietly, one that is there and does not import is warned of once."""
+"""Optional packages: absent ones are passed over quietly, one that is there and does not import is warned of once.
+
+Here is also what is done and said once in a process.
+"""
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+F = TypeVar("F", bound=Callable)
+
+
+def once(function: F) -> F:
+    """`functools.cache` for threads: one computes a value, and others that want the same wait for it."""
+    cached, locks = functools.cache(function), collections.defaultdict(threading.Lock)
+
+    @functools.wraps(function)
+    def call(*key):
+        with locks[key]:
+            return cached(*key)
+
+    call.cache_info, call.cache_clear = cached.cache_info, cached.cache_clear
+    return call
 
 
 def is_found(name: str) -> bool:
@@ -16,7 +38,7 @@ def is_found(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-@functools.cache
+@once
 def why_not(name: str) -> str | None:
     """Why a package cannot be used, or None; imports it. One that is found and fails is warned of, once in a process.
 

@@ -6,6 +6,7 @@ import argparse
 import collections
 import dataclasses
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import entry_points
@@ -14,11 +15,13 @@ from typing import NamedTuple, Protocol
 import jax
 
 from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.packages import why_not
 from jax_sparse_mla.serving import presets
 from jax_sparse_mla.serving.engine import Engine, EngineOptions
 from jax_sparse_mla.serving.memory import bytes_of_a_device, check_memory, size_of
 from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model, new_mesh
 from jax_sparse_mla.serving.model import Model, generation_config, load
+from jax_sparse_mla.serving.native import begin_to_load
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.speculative import DraftOracle
 
@@ -61,6 +64,8 @@ class Setup:
 
     def __init__(self, args: argparse.Namespace):
         self.device = choose_device(args.device)
+        _import_tvm_ffi()
+        begin_to_load()
         preset = args.preset or presets.DEFAULT_PRESET  # a default of argparse would not conflict with --model
         compares = args.mesh is None and not args.no_check
         self.check = new_check(args.model, preset, args.seed) if compares else None
@@ -159,6 +164,16 @@ class MeshSetup(Setup):
     def new_engine_of_one_device(self, engine: Engine) -> Engine:
         """An engine of one device with the options of a share, but no drafts."""
         return Engine(*self.whole, dataclasses.replace(engine.options, speculative_steps=0))
+
+
+def _import_tvm_ffi() -> None:
+    """Imports tvm_ffi without torch, which it imports where it finds one: none of torch's tensors comes to it here."""
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None
+        try:
+            why_not("tvm_ffi")
+        finally:
+            del sys.modules["torch"]
 
 
 def _host() -> jax.Device | None:

@@ -8,14 +8,14 @@ works other kernels serve.
 from __future__ import annotations
 
 import argparse
-import functools
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_sparse_mla.launch import compile_cache
-from jax_sparse_mla.packages import why_not
+from jax_sparse_mla.packages import once, why_not
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -34,11 +34,6 @@ def folder() -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / "kernels_cuda"
 
 
-def source(name: str) -> Path:
-    """A kernel's source, `kernels_cuda/{name}/{name}.cu`."""
-    return folder() / name / f"{name}.cu"
-
-
 class Binary(NamedTuple):
     """The binary of `kernels_cuda/{kernel}/{kernel}.cu` for an architecture such as "90a"; called, it is loaded."""
 
@@ -49,9 +44,9 @@ class Binary(NamedTuple):
         return module(*self)
 
 
-@functools.cache
+@once
 def module(name: str, arch: str) -> Any | None:
-    """The module of `kernels_cuda/{name}/{name}.cu` for an architecture such as "90a", or None, with a warning why."""
+    """The module of `kernels_cuda/{name}/` for an architecture such as "90a", or None, with a warning why."""
     if why_not("tvm_ffi"):
         return None
     import tvm_ffi
@@ -64,11 +59,10 @@ def module(name: str, arch: str) -> Any | None:
 
 
 def library(name: str, arch: str) -> compile_cache.Library:
-    """The binary of `kernels_cuda/{name}/{name}.cu` for an architecture."""
-    others = {*source(name).parent.glob("*.cu*"), *folder().glob("*.cuh")} - {source(name)}
+    """The binary of `kernels_cuda/{name}/` for an architecture."""
     return compile_cache.Library(
         name=f"{name}-sm{arch}",
-        sources=(source(name), *sorted(others)),
+        sources=tuple(sorted([*(folder() / name).glob("*.cu*"), *folder().glob("*.cuh")])),
         compiler="nvcc",
         flags=("-std=c++20", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"),
         includes=_tvm_headers,
@@ -124,10 +118,15 @@ def main() -> None:
         "wheel built from it carries them. It needs nvcc, a C++ compiler, apache-tvm-ffi and torch.",
     )
     parser.parse_args()
-    for each in libraries():
+
+    def made(each: compile_cache.Library) -> Path:
         for old in folder().glob(f"{each.name}-*.so"):
             old.unlink()
-        print(compile_cache.compile_to(each, compile_cache.carried_path(each)))
+        return compile_cache.compile_to(each, compile_cache.carried_path(each))
+
+    with ThreadPoolExecutor(2) as threads:  # the largest library is several files, which are compiled side by side
+        for path in threads.map(made, libraries()):
+            print(path, flush=True)
 
 
 if __name__ == "__main__":

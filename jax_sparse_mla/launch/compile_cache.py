@@ -9,8 +9,8 @@ Everything compiled goes this one way, whether nvcc or the C or C++ compiler mak
 * A library runs with the user's rights. So the folder (mode 0700) and the file in it must belong to the user, others
   must not be able to write to them, and neither may be a symbolic link. Otherwise they are refused with a warning, and
   the code is compiled anew: for this process alone if the folder is refused.
-* Processes that need the same code at once compile it once: they wait for each other at the folder's lock. A file
-  appears whole, by one rename, also where a file system has no locks.
+* Processes and threads that need the same code at once compile it once: they wait for each other at the library's lock,
+  and libraries are compiled side by side. A file appears whole, by one rename, also where a file system has no locks.
 * What does not load is compiled once more.
 """
 
@@ -31,6 +31,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -43,6 +44,7 @@ T = TypeVar("T")
 # By kind: the variable that names the compiler, and what is looked for on the PATH without it.
 _COMPILERS = {"nvcc": (None, ("nvcc",)), "c": ("CC", ("cc", "gcc", "clang")), "c++": ("CXX", ("c++", "g++", "clang++"))}
 _SHARED = {"nvcc": ("-shared", "-Xcompiler", "-fPIC"), "c": ("-shared", "-fPIC"), "c++": ("-shared", "-fPIC")}
+_HEADERS = (".h", ".cuh")
 _FLAG_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # nvcc reads them by itself
 
 # Errors of opening a library that is cut short, of another machine, or linked against what is not there.
@@ -55,7 +57,7 @@ class Library:
 
     Attributes:
       name: what its file's name begins with.
-      sources: its files; the first is compiled, the others are what it includes.
+      sources: its files; headers are included by the others, which are compiled side by side.
       compiler: "nvcc", "c" or "c++".
       flags: the compiler's, beside those of a shared library.
       includes: gives the folders of headers of others; asked when it is compiled.
@@ -91,11 +93,10 @@ def load(library: Library, opener: Callable[[Path], T]) -> T:
             warn_once(f"{carried} does not load ({error}); it is compiled anew")
     try:
         folder = private_folder()
-        with _locked(folder):
-            if path := _cached(library, folder):
-                with contextlib.suppress(*_NOT_LOADED):
-                    return opener(path)
-            return _compile_and_open(library, folder, opener)
+        if opened := _open_cached(library, folder, opener):
+            return opened
+        with _locked(folder / f".{_file_name(library)}.lock"):  # another may have compiled it meanwhile
+            return _open_cached(library, folder, opener) or _compile_and_open(library, folder, opener)
     except OSError as error:  # of the folder: what goes wrong with the compiler or the library is a RuntimeError
         no_folder = error
     with tempfile.TemporaryDirectory() as folder:
@@ -105,6 +106,13 @@ def load(library: Library, opener: Callable[[Path], T]) -> T:
             raise RuntimeError(f"{error}\nNor can an earlier one serve: {no_folder}") from None
     warn_once(f"what is compiled serves this process alone: {no_folder}")
     return opened
+
+
+def _open_cached(library: Library, folder: Path, opener: Callable[[Path], T]) -> T | None:
+    path = _cached(library, folder)
+    with contextlib.suppress(*_NOT_LOADED):
+        return path and opener(path)
+    return None
 
 
 def _compile_and_open(library: Library, folder: Path, opener: Callable[[Path], T]) -> T:
@@ -203,26 +211,37 @@ def compile_to(library: Library, path: Path) -> Path:
         one = f"{names[0]} is not" if len(names) == 1 else f"none of {', '.join(names)} is"
         install = f"install one, or name it in {variable}" if variable else "install the CUDA toolkit, or add its bin"
         raise RuntimeError(f"{library.name} has to be compiled, and {one} on the PATH: {install}")
+    headers = [word for folder in library.includes() for word in ("-isystem", folder)]
+    units = [str(source) for source in library.sources if source.suffix not in _HEADERS]
+    shared = [*_SHARED[library.compiler], *library.flags]
+    # The flags come last: a library among them is searched for what the source leaves open.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
-        flags = [*_SHARED[library.compiler], *library.flags]
-        headers = [word for folder in library.includes() for word in ("-isystem", folder)]
-        # The flags come last: a library among them is searched for what the source leaves open.
-        arguments = [*command, *headers, "-o", str(made), str(library.sources[0]), *flags]
-        try:
-            with activity.show(f"building {library.name} with {names[0]}, which happens once on a machine"):
-                done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        except OSError as error:
-            raise RuntimeError(f"{library.name} cannot be compiled: {command[0]} does not run: {error}") from None
-        if done.returncode or not made.is_file():
-            said = (done.stderr or done.stdout).strip()[-2000:] or f"nothing, with status {done.returncode}"
-            raise RuntimeError(
-                f"{library.name} cannot be compiled: {command[0]} failed. It says:\n{said}\nThe command was "
-                f"{shlex.join(arguments)}"
-            )
+        with activity.show(f"building {library.name} with {names[0]}, which happens once on a machine"):
+            if len(units) > 1:
+                objects = [f"{scratch}/{i}.o" for i in range(len(units))]
+                compiling = [f for f in shared if f != "-shared"]
+                commands = [[*command, *headers, "-c", "-o", o, u, *compiling] for o, u in zip(objects, units)]
+                with ThreadPoolExecutor(len(units)) as threads:
+                    list(threads.map(functools.partial(_compile, library.name), commands))
+                units = objects
+            _compile(library.name, [*command, *headers, "-o", str(made), *units, *shared])
         made.chmod(0o700)
         os.replace(made, path)
     return path
+
+
+def _compile(name: str, command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    except OSError as error:
+        raise RuntimeError(f"{name} cannot be compiled: {command[0]} does not run: {error}") from None
+    made = Path(command[command.index("-o") + 1])
+    if done.returncode or not made.is_file():
+        said = (done.stderr or done.stdout).strip()[-2000:] or f"nothing, with status {done.returncode}"
+        raise RuntimeError(
+            f"{name} cannot be compiled: {command[0]} failed. It says:\n{said}\nThe command was {shlex.join(command)}"
+        )
 
 
 # --- the cache -----------------------------------------------------------------------------------------------------
@@ -249,7 +268,7 @@ def private_folder() -> Path:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise PermissionError(f"{folder} is not used, it is no folder (nor may it be a symbolic link): remove it")
-    if why := _open_to_others(status):
+    if why := open_to_others(status):
         raise PermissionError(
             f"{folder} is not used, {why}, and could have put a library there: remove it, or name another place in "
             "XDG_CACHE_HOME"
@@ -260,8 +279,8 @@ def private_folder() -> Path:
     return folder
 
 
-def _open_to_others(status: os.stat_result) -> str | None:
-    """Who else than the user may have written it."""
+def open_to_others(status: os.stat_result) -> str | None:
+    """Who else than the user may have written a file or folder, in words; None where nobody."""
     if status.st_uid != os.geteuid():
         return f"user {status.st_uid} owns it"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -280,7 +299,7 @@ def _cached(library: Library, folder: Path) -> Path | None:
             status = path.lstat()
         except FileNotFoundError:
             continue
-        why = _open_to_others(status) if stat.S_ISREG(status.st_mode) else "it is no plain file"
+        why = open_to_others(status) if stat.S_ISREG(status.st_mode) else "it is no plain file"
         if why is None:
             return path
         warn_once(f"{path} is not loaded, {why}; it is compiled anew")
@@ -288,15 +307,25 @@ def _cached(library: Library, folder: Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time; without a lock, as on some network file systems, several compile and the last remains."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
+def _locked(path: Path) -> Iterator[None]:
+    """One process and thread at a time. The file is there while somebody holds it or waits for it.
 
-            with activity.show("waiting for another process that builds"):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+    Without a lock, as on some network file systems, several compile and the last remains.
+    """
+    with contextlib.ExitStack() as held:
+        while True:
+            lock = held.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)))
+            with contextlib.suppress(ImportError, OSError):
+                import fcntl
+
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    with activity.show("waiting for another that builds"):
+                        fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):  # whoever held it before has removed it
+                if os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+                    break
+            held.pop_all().close()
+        held.callback(path.unlink, missing_ok=True)
         yield
-    finally:
-        os.close(descriptor)

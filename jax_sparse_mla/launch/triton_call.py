@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.launch import triton_launch, tvm
 from jax_sparse_mla.launch.describe import Device, Launch, Output
-from jax_sparse_mla.packages import warn_once, why_not
+from jax_sparse_mla.packages import once, warn_once, why_not
 
 FFI_TARGET = "triton_kernel_call_ffi"
 _UNWRITTEN = jax.ShapeDtypeStruct((1,), jnp.uint8)
@@ -63,7 +63,7 @@ class Executor:
         return dtype if self.device.hardware_fp8 or dtype != jnp.float8_e4m3fn else jnp.dtype(jnp.uint8)
 
 
-@functools.cache
+@once
 def own_launcher() -> bool:
     """Whether `triton_launch` can launch: its packages are there, and its C++."""
     if why_not("tvm_ffi"):

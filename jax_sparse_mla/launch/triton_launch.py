@@ -1,7 +1,8 @@
 """Launches of Triton kernels inside XLA programs by a few lines of our own C++, `kernel_launch.h`.
 
-Triton compiles a kernel for the GPU when the call is lowered; the program then calls a function that holds the machine
-code and the numbers, and takes XLA's buffers. jaxlib's launcher, which jax-triton emits, looks a kernel up by its whole
+Triton begins to compile a kernel for the GPU when the call is traced, in a thread beside those of the program's other
+kernels, and lowering waits for it; the program then calls a function that holds the machine code and the numbers, and
+takes XLA's buffers. jaxlib's launcher, which jax-triton emits, looks a kernel up by its whole
 text before every execution, of recorded calls too: for a step of 43 layers that takes the host longer than all else.
 """
 
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import struct
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +23,7 @@ from jax.interpreters import mlir
 
 from jax_sparse_mla.launch import tvm
 from jax_sparse_mla.launch.describe import Launch
-from jax_sparse_mla.packages import give_triton_a_cache
+from jax_sparse_mla.packages import give_triton_a_cache, once
 
 DRIVER = "libcuda.so.1"
 
@@ -79,10 +82,12 @@ def call(
     parameters += (-1, 0) * 2  # memory for the kernel and for a profiler, which these kernels do not ask for
     operand = {i: n for n, i in enumerate(i for i, x in enumerate(inputs) if isinstance(x, jax.Array))}
     result = {i: n for n, i in enumerate(i for i, x in enumerate(outputs) if x is not None)}
+    compiled = kernel, _items(types), _items(constants), _items(options), capability
+    _begin(compiled)
     written = iter(
         _launch_p.bind(
             *operands,
-            kernel=(kernel, _items(types), _items(constants), _items(options), capability),
+            kernel=compiled,
             grid=(*launch.grid, 1, 1)[:3],
             parameters=tuple(parameters),
             zeroed=tuple(len(operands) + result[i] for i in zeroed),
@@ -114,7 +119,18 @@ for _platform in ("cuda", "cpu"):  # on a CPU, for the test's own driver
     mlir.register_lowering(_launch_p, _lower, platform=_platform)
 
 
-@functools.cache
+_threads = ThreadPoolExecutor(os.cpu_count(), "triton")
+_begun: set[tuple] = set()
+
+
+def _begin(kernel: tuple) -> None:
+    """Compiles in a thread, once; lowering meets its errors."""
+    if kernel not in _begun:
+        _begun.add(kernel)
+        _threads.submit(compile_kernel, *kernel)
+
+
+@once
 def compile_kernel(
     kernel: Any, types: tuple, constants: tuple, options: tuple, capability: tuple[int, int]
 ) -> Compiled:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,9 +23,19 @@ import jax
 import numpy as np
 
 from jax_sparse_mla.launch import build, compile_cache
+from jax_sparse_mla.packages import once
+
+
+class Bound(NamedTuple):
+    """The function `bind(*arguments)` of XLA's buffers on a platform, "cpu" or "gpu"."""
+
+    bind: Callable[..., Any]
+    arguments: tuple
+    platform: str
+
 
 _lock = threading.Lock()
-_targets: dict[str, tuple] = {}  # by name: what is bound
+_targets: dict[str, Bound] = {}
 _registered: set[str] = set()
 
 
@@ -97,20 +108,42 @@ def target(what: str, meaning: tuple, bind: Callable[..., Any], *bound: Any) -> 
 
 @functools.cache
 def _target(what: str, meaning: tuple, bind: Callable[..., Any], bound: tuple, platform: str) -> Target:
-    bound_to, digest = (bind, bound, platform), hashlib.sha256(repr((meaning, platform)).encode()).hexdigest()[:16]
+    bound_to, digest = Bound(bind, bound, platform), hashlib.sha256(repr((meaning, platform)).encode()).hexdigest()[:16]
     first = name = f"jax_sparse_mla.{what}.{digest}"
     with _lock:
         for number in itertools.count(2):
             if _targets.setdefault(name, bound_to) == bound_to:
                 break
             name = f"{first}.{number}"  # two modules of one name
-        key = int.from_bytes(hashlib.sha256(f"{name} {platform}".encode()).digest()[:8], "little", signed=True)
-        if name not in _registered:
-            binder().add(key, bind(*bound))
-            handler = jax.ffi.pycapsule(binder().handler(platform == "gpu"))
-            jax.ffi.register_ffi_target(name, handler, platform="CUDA" if platform == "gpu" else "cpu")
-            _registered.add(name)
-    return Target(name, np.int64(key))
+        return Target(name, _register(name, bound_to))
+
+
+def _register(name: str, to: Bound) -> np.int64:
+    key = int.from_bytes(hashlib.sha256(f"{name} {to.platform}".encode()).digest()[:8], "little", signed=True)
+    if name not in _registered:
+        binder().add(key, to.bind(*to.arguments))
+        handler = jax.ffi.pycapsule(binder().handler(to.platform == "gpu"))
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA" if to.platform == "gpu" else "cpu")
+        _registered.add(name)
+    return np.int64(key)
+
+
+def bound_in(text: str) -> dict[str, Bound]:
+    """What a lowered program calls, by name; for `restore` in another process."""
+    return {name: to for name in re.findall(r"@(jax_sparse_mla\.[\w.]+)", text) if (to := _targets.get(name))}
+
+
+def restore(bound: dict[str, Bound]) -> None:
+    """Makes the calls of a program that another process has lowered.
+
+    Raises:
+      ValueError: a name means something else in this process.
+    """
+    with _lock:
+        for name, to in bound.items():
+            if _targets.setdefault(name, to) != to:
+                raise ValueError(f"{name} is another call in this process")
+            _register(name, to)
 
 
 def _bound(module: Callable[[], Any], function: str, arguments: tuple) -> Any:
@@ -119,7 +152,7 @@ def _bound(module: Callable[[], Any], function: str, arguments: tuple) -> Any:
     return binder().bind(module()[function], values)
 
 
-@functools.cache
+@once
 def binder() -> Any:
     """The module of `tvm_bind.cc`: `bind`, `bind_kernel`; `add` and `handler`, which call what they made from XLA."""
     import tvm_ffi

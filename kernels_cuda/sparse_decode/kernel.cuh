@@ -13,6 +13,7 @@
 #include "cluster.cuh"
 #include "join.cuh"
 #include "keys.cuh"
+#include "launch.cuh"
 #include "rows_bf16.cuh"
 #include "shared.cuh"
 #include "wide.cuh"
@@ -130,15 +131,7 @@ constexpr int shared_bytes() {
   return sizeof(Layout) + 1024;
 }
 
-struct Launch {
-  void (*kernel)(Call);
-  int bytes;  // of shared memory
-};
-
-// The kernels of a format: for many rows, without and with lengths; for few rows with 16 or 32 heads; the wide one.
-template <Format kFormat>
-struct Kernels;
-
+// The kernels of a format, in a file of their own: nvcc compiles the files side by side.
 #define SPARSE_DECODE_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #define SPARSE_DECODE_KERNELS(name, kFormat)                                                      \
   SPARSE_DECODE_KERNEL name(const __grid_constant__ Call call) {                                  \
@@ -157,19 +150,13 @@ struct Kernels;
     attend_wide<kFormat>(call, shared_memory<WideShared<kFormat>>());                             \
   }                                                                                               \
   template <>                                                                                     \
-  struct Kernels<kFormat> {                                                                       \
-    static constexpr int kBytes = shared_bytes<Shared<kFormat>>();                                \
-    static constexpr Launch kMany = {name, kBytes}, kByLengths = {name##_by_lengths, kBytes};     \
-    static constexpr Launch kFew16 = {name##_few_16, shared_bytes<ClusterShared<kFormat, 16>>()}; \
-    static constexpr Launch kFew32 = {name##_few_32, shared_bytes<ClusterShared<kFormat, 32>>()}; \
-    static constexpr Launch kWide = {name##_wide, shared_bytes<WideShared<kFormat>>()};           \
-  };
-
-SPARSE_DECODE_KERNELS(sparse_decode_v4, kV4)
-SPARSE_DECODE_KERNELS(sparse_decode_v32, kV32)
-SPARSE_DECODE_KERNELS(sparse_decode_v41, kV41)
-SPARSE_DECODE_KERNELS(sparse_decode_v41_fp4, kV41Fp4)
-SPARSE_DECODE_KERNELS(sparse_decode_v4_bf16, kV4Bf16)
-SPARSE_DECODE_KERNELS(sparse_decode_v32_bf16, kV32Bf16)
+  Kernels kernels_of<kFormat>() {                                                                 \
+    constexpr int kBytes = shared_bytes<Shared<kFormat>>();                                       \
+    return {{name, kBytes},                                                                       \
+            {name##_by_lengths, kBytes},                                                          \
+            {name##_few_16, shared_bytes<ClusterShared<kFormat, 16>>()},                          \
+            {name##_few_32, shared_bytes<ClusterShared<kFormat, 32>>()},                          \
+            {name##_wide, shared_bytes<WideShared<kFormat>>()}};                                  \
+  }
 
 }  // namespace sparse_decode

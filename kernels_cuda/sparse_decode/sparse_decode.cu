@@ -1,5 +1,6 @@
 // Sparse MLA decode on SM90: one binary for XLA, which calls `sparse_decode`, and for torch, which keeps what
-// `sparse_decode_plan` makes and launches it by `sparse_decode_run`. The kernels are in kernel.cuh.
+// `sparse_decode_plan` makes and launches it by `sparse_decode_run`. The kernels are in kernel.cuh, those of
+// a format compiled in its own file, v4.cu and others.
 
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
@@ -14,7 +15,8 @@
 #include <initializer_list>
 
 #include "call.cuh"
-#include "kernel.cuh"
+#include "cluster.cuh"
+#include "launch.cuh"
 
 namespace ffi = tvm::ffi;
 
@@ -26,20 +28,19 @@ void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "sparse_decode: " << cudaGetErrorString(error);
 }
 
-template <Format kFormat>
-Launch launch_of(int tile, int cuts, bool by_lengths) {
-  using Of = Kernels<kFormat>;
-  if (cuts == kInClusters) return Of::kWide;
-  return tile == 16 ? Of::kFew16 : tile == 32 ? Of::kFew32 : by_lengths ? Of::kByLengths : Of::kMany;
+Kernels kernels_for(int format) {
+  if (format == kV32) return kernels_of<kV32>();
+  if (format == kV41) return kernels_of<kV41>();
+  if (format == kV41Fp4) return kernels_of<kV41Fp4>();
+  if (format == kV4Bf16) return kernels_of<kV4Bf16>();
+  if (format == kV32Bf16) return kernels_of<kV32Bf16>();
+  return kernels_of<kV4>();
 }
 
 Launch launch_of(int format, int tile, int cuts, bool by_lengths) {
-  if (format == kV32) return launch_of<kV32>(tile, cuts, by_lengths);
-  if (format == kV41) return launch_of<kV41>(tile, cuts, by_lengths);
-  if (format == kV41Fp4) return launch_of<kV41Fp4>(tile, cuts, by_lengths);
-  if (format == kV4Bf16) return launch_of<kV4Bf16>(tile, cuts, by_lengths);
-  if (format == kV32Bf16) return launch_of<kV32Bf16>(tile, cuts, by_lengths);
-  return launch_of<kV4>(tile, cuts, by_lengths);
+  Kernels kernels = kernels_for(format);
+  if (cuts == kInClusters) return kernels.wide;
+  return tile == 16 ? kernels.few_16 : tile == 32 ? kernels.few_32 : by_lengths ? kernels.by_lengths : kernels.many;
 }
 
 constexpr int kPortableCluster = 8;  // thread blocks of the largest cluster that any device can run
@@ -60,7 +61,7 @@ cudaLaunchAttribute clusters_of(int parts) {
 bool has_room_for_all_clusters(int device) {
   static std::atomic<int> known[64];  // 1 + the answer
   if (device < 64 && known[device]) return known[device] > 1;
-  Launch largest = Kernels<kV32>::kWide;
+  Launch largest = kernels_of<kV32>().wide;
   allow(largest);
   cudaLaunchAttribute attribute = clusters_of(kMostParts);
   cudaLaunchConfig_t config = {};

@@ -21,31 +21,17 @@
 
 #include <cstdint>
 
+#include "call.cuh"
 #include "order.cuh"
 
 namespace {
+
+using namespace topk;
 
 constexpr int kShort = 4096;        // logits of a row that fit in registers
 constexpr int kFewThreads = 1024;   // for a short row where rows are few: the least time for one of them
 constexpr int kManyThreads = 256;   // where they are many: the fewest instructions for a row
 constexpr int kPiece = 8;  // consecutive logits of a sample: a sector of 32 bytes
-
-enum Method { kPositions, kPaged, kRagged };
-
-struct Call {
-  const void* logits;         // float32 or bfloat16 [rows, columns]
-  const int* lengths;         // [rows]
-  const int* row_starts;      // [rows] or null
-  const int* page_table;      // [num_requests, num_pages], if PAGED
-  const int* row_to_request;  // [rows] or null
-  const int* offsets;         // [rows], if RAGGED
-  int* out;                   // [rows, topk]
-  int columns, topk, method, page_size, num_requests, num_pages;
-  int page_shift;  // log2 of page_size, or -1; without pages 31
-  int last_page;   // where the slot INT_MAX lies
-  int capacity;    // entries that fit shared memory
-  int segments;    // of a row of candidates; 0 if they do not fit
-};
 
 // The dynamic shared memory, as entries: the list, its segments and its words.
 __host__ __device__ inline int shared_entries(const Call& call) {

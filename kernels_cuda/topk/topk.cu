@@ -1,4 +1,4 @@
-// Launches the top-k kernels of kernel.cuh; TVM FFI calls it.
+// Top-k by the kernels of kernel.cuh and held.cuh, which launch.cuh launches; TVM FFI calls it.
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -6,99 +6,22 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 
-#include <algorithm>
+#include <cuda_bf16.h>
+
+#include <climits>
 #include <cmath>
 #include <cstdint>
 
-#include "held.cuh"
+#include "call.cuh"
 
 namespace ffi = tvm::ffi;
 
 namespace {
 
-int attribute(cudaDeviceAttr name, int device) {
-  int value = 0;
-  cudaDeviceGetAttribute(&value, name, device);
-  return value;
-}
-
-// An upper estimate of how many logits of a row of so many columns reach its threshold.
-int expected_candidates(int columns, int topk) {
-  double size = sample_size(columns), expected = topk * size / columns;
-  double rank = (expected + 4 * std::sqrt(expected) + 4) * 17 / 16;
-  return static_cast<int>(std::min((rank + 3 * std::sqrt(rank)) * columns / size, 1e9));
-}
-
-// Whether the kernel that holds keys is the sooner one. Where topk is a large share of a row, most keys are candidates.
-bool keys_pay(const Call& call, bool at_once) {  // at_once: all rows are worked on at the same time
-  return call.columns >= (at_once ? std::max(8 * call.topk, 6144) : 3 * call.topk);
-}
+using namespace topk;
 
 void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "topk: " << cudaGetErrorString(error);
-}
-
-void launch_clusters(void (*kernel)(Call), const Call& call, int rows, int cluster, int threads, int bytes,
-                     cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(rows * cluster);
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  cudaLaunchAttribute shape;
-  shape.id = cudaLaunchAttributeClusterDimension;
-  shape.val.clusterDim.x = cluster;
-  shape.val.clusterDim.y = shape.val.clusterDim.z = 1;
-  config.attrs = &shape;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  check_cuda(cudaLaunchKernelEx(&config, kernel, call));
-}
-
-template <typename T>
-void launch(Call call, int rows, int device, cudaStream_t stream) {
-  int sms = attribute(cudaDevAttrMultiProcessorCount, device);
-  int most = (attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - static_cast<int>(sizeof(Shared)) - 1024) / 8;
-  bool at_once = rows <= 2 * sms;
-  if (call.columns <= kShort && call.topk <= kBins) {
-    if (at_once)
-      topk_short_kernel<T, kFewThreads><<<rows, kFewThreads, 0, stream>>>(call);
-    else
-      topk_short_kernel<T, kManyThreads><<<rows, kManyThreads, 0, stream>>>(call);
-    check_cuda(cudaGetLastError());
-    return;
-  }
-  bool clusters = attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
-  auto cluster_above = [&](int columns) {  // how many blocks share a row that has more
-    int cluster = 1;
-    while (clusters && call.columns > columns && cluster < 8 && rows * cluster * 2 <= sms) cluster *= 2;
-    return cluster;
-  };
-  int cluster = cluster_above(kAlone);
-  bool holds = call.topk <= kBins && keys_pay(call, at_once) && call.columns <= kMostHeld * cluster;
-  int held = holds ? held_bytes(call.columns, cluster) : 0;
-  if (holds && held <= attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
-    int together = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / (held + 1024);
-    if (rows * cluster <= sms) together = 1;
-    int threads = together >= 4 ? 256 : together >= 2 ? 512 : 1024;
-    launch_clusters(topk_held_kernel<T>, call, rows, cluster, threads, held, stream);
-    return;
-  }
-
-  // Many rows run in several blocks on each multiprocessor, so that one computes while another loads.
-  bool few = rows <= sms;
-  int capacity = !few ? 5504 : call.columns <= 16384 ? call.columns : 8192;
-  capacity = std::max(capacity, expected_candidates(call.columns, call.topk));
-  int segments = (call.columns + 2) / kSegment + 1;
-  if (segments > most / 8) segments = 0;
-  call.capacity = std::max(std::min({capacity, call.columns, (most - segments) / 33 * 32}), 1);
-  call.segments = call.columns > call.capacity ? segments : 0;
-  cluster = cluster_above(call.capacity);
-  int entries = shared_entries(call);
-  bool one = rows * cluster <= sms || most < 2 * entries;  // thread block on a multiprocessor
-  bool two = rows * cluster <= 2 * sms || most < 4 * entries;
-  int bytes = entries * static_cast<int>(sizeof(Entry));
-  launch_clusters(topk_kernel<T>, call, rows, cluster, one ? 1024 : two ? 512 : 256, bytes, stream);
 }
 
 const int* data(const ffi::Optional<ffi::TensorView>& x) {
@@ -121,7 +44,7 @@ void Topk(ffi::TensorView logits, ffi::TensorView lengths, ffi::Optional<ffi::Te
   call.topk = static_cast<int>(out.size(1));
   call.page_size = static_cast<int>(page_size);
   call.page_shift = page_size & (page_size - 1) ? -1 : static_cast<int>(std::log2(page_size));
-  call.last_page = kIntMax / call.page_size;
+  call.last_page = INT_MAX / call.page_size;
   if (page_table.has_value()) {
     call.method = kPaged;
     call.num_requests = static_cast<int>(page_table.value().size(0));
@@ -133,10 +56,8 @@ void Topk(ffi::TensorView logits, ffi::TensorView lengths, ffi::Optional<ffi::Te
   int rows = static_cast<int>(logits.size(0)), device = logits.device().device_id;
   if (!rows) return;
   auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(logits.device().device_type, device));
-  if (logits.dtype().code == kDLBfloat)
-    launch<__nv_bfloat16>(call, rows, device, stream);
-  else
-    launch<float>(call, rows, device, stream);
+  bool bf16 = logits.dtype().code == kDLBfloat;
+  check_cuda(bf16 ? launch<__nv_bfloat16>(call, rows, device, stream) : launch<float>(call, rows, device, stream));
 }
 
 }  // namespace

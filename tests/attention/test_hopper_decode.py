@@ -130,14 +130,14 @@ class TestPlan:
             assert plan.groups >= 1 and (plan.cuts == NEVER or plan.groups * -(-heads // 64) <= sm_count)
 
     def test_the_kernel_has_the_same_numbers(self):
-        text = (cuda_build.source("sparse_decode").parent / "schedule.cuh").read_text()
-        text += (cuda_build.source("sparse_decode").parent / "cluster.cuh").read_text()
+        text = (cuda_build.folder() / "sparse_decode" / "schedule.cuh").read_text()
+        text += (cuda_build.folder() / "sparse_decode" / "cluster.cuh").read_text()
         for name in ("RowCost", "JoinCost", "PartsJoined", "MostParts"):
             value = getattr(planning, re.sub("([A-Z])", r"_\1", name).upper())
             assert f"constexpr int k{name} = {value};" in text
         assert re.search(r"enum Cuts \{ kNever, kAlways, kAsLengthsSay, kInClusters \}", text)
         assert (NEVER, ALWAYS, AS_LENGTHS_SAY, IN_CLUSTERS) == (0, 1, 2, 3)
-        text = (cuda_build.source("sparse_decode").parent / "shared.cuh").read_text()
+        text = (cuda_build.folder() / "sparse_decode" / "shared.cuh").read_text()
         assert "enum Format { kV4, kV32, kV41, kV41Fp4, kV4Bf16, kV32Bf16 };" in text
         assert (V4, V32, V41, V41_FP4, V4_BF16, V32_BF16) == (0, 1, 2, 3, 4, 5)
 

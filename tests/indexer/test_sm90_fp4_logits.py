@@ -161,7 +161,7 @@ def test_weights_that_leave_float32_with_their_power_of_two(query, weight, logit
 
 
 def test_the_source_has_room_for_what_it_serves():
-    source = (build.source("index_logits").parent / "fp4.cuh").read_text()
+    source = (build.folder() / "index_logits" / "fp4.cuh").read_text()
     assert f"kMostRows = {FP4_MOST_ROWS};" in source
 
 

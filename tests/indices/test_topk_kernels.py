@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 import shutil
 import subprocess
@@ -237,11 +238,11 @@ def test_the_cuda_kernel_compiles_for_every_architecture_without_a_gpu(capabilit
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
     include = tvm_ffi.libinfo.find_include_path()
-    source = build.source("topk")
     command = ["nvcc", "-std=c++17", "-cubin", "-Xptxas", "-v", "-I", include, "-I"]
-    command += [tvm_ffi.libinfo.find_dlpack_include_path(), "-o", str(tmp_path / "topk.cubin"), str(source)]
-    for capability in capabilities:
-        run = subprocess.run([*command, f"-arch=sm_{capability}"], capture_output=True, text=True, timeout=300)
+    command += [tvm_ffi.libinfo.find_dlpack_include_path(), "-o", str(tmp_path / "topk.cubin")]
+    for capability, logits in itertools.product(capabilities, ("float32", "bfloat16")):
+        source = str(build.folder() / "topk" / f"{logits}.cu")
+        run = subprocess.run([*command, f"-arch=sm_{capability}", source], capture_output=True, text=True, timeout=300)
         assert run.returncode == 0, run.stderr[-2000:]
         assert "0 bytes spill stores" in run.stderr and not re.search(r"[1-9]\d* bytes spill stores", run.stderr)
 

@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -249,6 +251,62 @@ def test_processes_that_need_it_at_once_compile_it_once(library, cache, tmp_path
     processes = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     assert log.read_text() == "run\n" and len(list(cache.iterdir())) == 1
+
+
+def slow_compiler(monkeypatch, tmp_path, meets: int) -> None:
+    """A compiler of C that does not go on before so many of it run."""
+    running = tmp_path / "running"
+    running.mkdir()
+    add_compiler(
+        monkeypatch,
+        tmp_path,
+        f"""[ "$1" = --version ] && exec cc "$@"
+case "$*" in *" -c "*|*.c" "*) touch {running}/$$; tries=0
+while [ $(ls {running} | wc -l) -lt {meets} ]; do sleep 0.05; tries=$((tries + 1)); [ $tries -lt 200 ] || exit 1; done
+esac
+exec cc "$@\"""",
+    )
+
+
+def test_libraries_are_compiled_side_by_side(library, cache, monkeypatch, tmp_path):
+    slow_compiler(monkeypatch, tmp_path, meets=2)
+    another = dataclasses.replace(library, name="another")
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(answer, [library, another])) == [42, 42]
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_files_of_a_library_are_compiled_side_by_side_and_linked(library, cache, monkeypatch, tmp_path):
+    slow_compiler(monkeypatch, tmp_path, meets=2)
+    library.sources[0].write_text('#include "half.h"\nint answer(void) { return 2 * half(); }\n')
+    half, header = tmp_path / "half.c", tmp_path / "half.h"
+    header.write_text("int half(void);\n")
+    half.write_text('#include "half.h"\nint half(void) { return 21; }\n')
+    library = dataclasses.replace(library, sources=(*library.sources, half, header))
+    assert answer(library) == 42 and len(list(cache.iterdir())) == 1
+    half.write_text("no C\n")
+    with pytest.raises(RuntimeError, match=r"(?s)cannot be compiled.*half\.c"):
+        answer(library)
+
+
+def test_threads_that_need_it_at_once_compile_it_once(library, cache, monkeypatch):
+    compiled, compile_to = [], compile_cache.compile_to
+
+    def slowly(*args):
+        compiled.append(args)
+        time.sleep(0.2)
+        return compile_to(*args)
+
+    monkeypatch.setattr(compile_cache, "compile_to", slowly)
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(answer, [library] * 3)) == [42] * 3
+    assert len(compiled) == 1 and len(list(cache.iterdir())) == 1
+
+
+def test_a_lock_that_a_killed_process_left_holds_nobody_up(library, cache):
+    cache.mkdir(parents=True, mode=0o700)
+    (cache / f".{compile_cache._file_name(library)}.lock").touch()
+    assert answer(library) == 42 and len(list(cache.iterdir())) == 1
 
 
 def test_the_package_s_own_needs_no_compiler_and_no_home(library, monkeypatch, tmp_path):

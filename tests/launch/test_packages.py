@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -80,3 +82,24 @@ def test_what_a_backend_needs(package, name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert need.missing()
+
+
+def test_once_for_threads():
+    """One computes, others wait for it; other arguments do not wait, and an error is no value."""
+    calls, together = [], threading.Barrier(2, timeout=10)
+
+    @packages.once
+    def square(x):
+        calls.append(x)
+        if x < 0:
+            raise ValueError("below 0")
+        together.wait()
+        return x * x
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(square, [3, 3, 4, 4])) == [9, 9, 16, 16]
+    assert sorted(calls) == [3, 4]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="below 0"):
+            square(-1)
+    assert calls.count(-1) == 2

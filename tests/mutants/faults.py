@@ -334,13 +334,31 @@ fault = of("jax_sparse_mla/sharding.py", "tests/attention/test_sharding.py")
 fault("sharding-sum", "devices that hold parts of a sum do not add them",
       "tree.unflatten(jax.lax.psum(x, axes) if axes else x for", "tree.unflatten(x if axes else x for",
       why="the quick tests cut no result that is a sum")
+fault = of("jax_sparse_mla/serving/kept_programs.py", "tests/serving/test_kept_programs.py")
+fault("kept-calls", "a kept program's calls are not made again", "        tvm.restore(bound)\n", "")
+fault("kept-usable", "a kept program ignores which kernels can be loaded", "_versions(), usable(),", "_versions(),")
+fault("kept-settings", "a kept program ignores JAX's settings", "sorted(settings.items()), ", "")
+fault("kept-variables", "a kept program ignores the environment", "items()), variables", "items())")
+fault("kept-owner", "a kept program that others can write is loaded", " or open_to_others(path.lstat())", "")
+fault("kept-address", "a program that is named by an address is kept", '" at 0x" in parts or ', "")
 fault = of("jax_sparse_mla/launch/compile_cache.py", "tests/launch/test_compile_cache.py")
 fault("library-flags", "a library compiled with other flags is taken",
       "_digest(library.compiler, library.flags, contents)", "_digest(library.compiler, contents)")
 fault("library-nvcc-variable", "NVCC_PREPEND_FLAGS is no part of a library's name",
       '_FLAG_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")', '_FLAG_VARIABLES = ("NVCC_APPEND_FLAGS",)')
 fault("library-group", "a library that the group may write is loaded", "(stat.S_IWGRP | stat.S_IWOTH)", "stat.S_IWOTH")
+fault("library-lock", "libraries wait for each other",
+      'folder / f".{_file_name(library)}.lock"', 'folder / ".lock"')
+fault("library-asked-again", "whoever waited for a library compiles it again",
+      "return _open_cached(library, folder, opener) or _compile", "return _compile")
+fault("library-lock-left", "a lock's file stays", "held.callback(path.unlink, missing_ok=True)", "pass")
+fault("library-files", "files of a library are compiled one after another",
+      "with ThreadPoolExecutor(len(units))", "with ThreadPoolExecutor(1)")
 fault = of("jax_sparse_mla/packages.py", "tests/launch/test_packages.py")
+fault("once-waits", "threads that want the same compute it each",
+      "        with locks[key]:\n            return cached(*key)",
+      "        return cached(*key)")
+fault("once-all-wait", "threads that want different things wait for each other", "with locks[key]:", "with locks[0]:")
 fault("packages-cache", "an import leaves Triton without its cache folder",
       'os.environ.pop("TRITON_CACHE_DIR", None)\n        else', "pass\n        else")
 

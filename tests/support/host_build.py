@@ -65,7 +65,7 @@ def compiled_to_be_watched(source: str, kernel: str, folder: Path, changed: Path
 
 def changed_kernels(kernel: str, folder: Path) -> Path:
     """A copy of `kernels_cuda/{kernel}/`, beside what it includes, whose files a test may change."""
-    return shutil.copytree(build.source(kernel).parents[1], folder / "kernels") / kernel
+    return shutil.copytree(build.folder(), folder / "kernels") / kernel
 
 
 def replace_once(path: Path, text: str, other: str) -> None:
@@ -81,7 +81,7 @@ def _command(kernel: str, changed: Path | None, defined: tuple[str, ...]) -> lis
     # process has variables of its own.
     flags = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fno-gnu-unique"]
     flags += ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", *(f"-D{name}" for name in defined)]
-    folders = [f"-I{SOURCES}", f"-I{changed or build.source(kernel).parent}"]
+    folders = [f"-I{SOURCES}", f"-I{changed or build.folder() / kernel}"]
     return [compiler, *flags, "-w" if changed else "-Wno-parentheses", "-fPIC", *folders]
 
 

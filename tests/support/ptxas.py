@@ -18,7 +18,10 @@ def said_of(kernel: str, folder: Path) -> str:
         pytest.skip("needs nvcc")
     library = build.library(kernel, "90a")
     command = ["nvcc", *library.flags, *(f"-I{x}" for x in library.includes()), "-cubin", "-Xptxas", "-v"]
-    command += ["-o", str(folder / f"{kernel}.cubin"), str(build.source(kernel))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    said = ""
+    for unit in (build.folder() / kernel).glob("*.cu"):
+        made = str(folder / f"{unit.stem}.cubin")
+        done = subprocess.run([*command, "-o", made, str(unit)], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        said += done.stderr
+    return said

@@ -1,0 +1,106 @@
+"""Compiled steps on disk: a later process neither traces nor compiles what an earlier one did.
+
+JAX's own cache is asked by a program's text, so a process traces and lowers first, which takes longer than loading.
+Here a digest of all that a step is made from names it: the sources of this package, the step's static arguments and the
+shapes of its arrays, the device, the versions and settings that choose kernels. Files lie in the folder of JAX's cache,
+`jax_compilation_cache_dir`; without one nothing is kept. Loading one runs code: only those are loaded that nobody but
+the user can have written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import os
+import pickle
+import re
+import tempfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from jax_sparse_mla.attention.backend import BACKENDS
+from jax_sparse_mla.attention.serve import calls_of
+from jax_sparse_mla.launch import tvm
+from jax_sparse_mla.launch.compile_cache import open_to_others
+from jax_sparse_mla.packages import version
+from jax_sparse_mla.serving.native import usable
+
+_PACKAGE = Path(__file__).parents[1]
+_SETTINGS = re.compile("JAX_SPARSE_MLA|XLA_|TRITON_|NVIDIA_TF32")  # environment variables
+_NO_PART = re.compile("cache|log|dump|coordinat|timeout|traceback")  # settings of JAX that change no program
+
+Step = tuple[Any, frozenset[tuple[str, str]]]  # the executable, and the attention that it calls
+
+
+def path_of(made_from: Sequence[Any], devices: Sequence[jax.Device]) -> Path | None:
+    """Where a program for these devices is kept, whether it is there or not; None where none is.
+
+    Args:
+      made_from: what the program is made from, beside this package and the machine; told apart by `repr`.
+      devices: those that run it.
+    """
+    folder, parts = jax.config.jax_compilation_cache_dir, repr(made_from)
+    if folder is None or " at 0x" in parts or jax.process_count() > 1:  # an address is another one in each process
+        return None
+    machine = [(device.id, device.device_kind, device.client.platform_version) for device in devices]
+    if devices[0].platform == "cpu":  # it runs on processors with the same instructions
+        with contextlib.suppress(OSError):
+            machine += [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")][:1]
+    settings = {k: getattr(jax.config, k, value) for k, value in jax.config.values.items() if not _NO_PART.search(k)}
+    variables = sorted(item for item in os.environ.items() if _SETTINGS.match(item[0]))
+    whole = parts, machine, _sources(), _versions(), usable(), sorted(settings.items()), variables
+    return Path(folder) / f"step-{hashlib.sha256(repr(whole).encode()).hexdigest()[:32]}"
+
+
+def load(path: Path | None, devices: Sequence[jax.Device]) -> Step | None:
+    """The program that `save` kept, or None."""
+    if path is None or not path.is_file() or open_to_others(path.lstat()):
+        return None
+    try:
+        executable, trees, routes, bound, has_mosaic = pickle.loads(zlib.decompress(path.read_bytes()))
+        tvm.restore(bound)
+        if has_mosaic:
+            importlib.import_module("jax.experimental.mosaic.gpu")  # XLA finds its runtime then
+        call = serialize_executable.deserialize_and_load(executable, *trees, execution_devices=devices)
+    except Exception:  # cut short, or of a jaxlib that says so late: it is compiled anew
+        return None
+    return call, routes
+
+
+def save(path: Path | None, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Step:
+    """Keeps a program where that can be done; returns it."""
+    step = compiled, calls_of(lowered)
+    if path is None:
+        return step
+    # A program with constants of its own cannot be kept, nor one that calls what another process cannot name.
+    with contextlib.suppress(OSError, NotImplementedError, ValueError, pickle.PicklingError, AttributeError, TypeError):
+        executable, *trees = serialize_executable.serialize(compiled)
+        text = lowered.as_text()
+        whole = pickle.dumps((executable, trees, step[1], tvm.bound_in(text), "mosaic_gpu" in text))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(zlib.compress(whole, 1))
+        os.replace(file.name, path)
+    return step
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(bytes(file.relative_to(_PACKAGE)) + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@functools.cache
+def _versions() -> list[tuple[str, str | None]]:
+    needed = [name for backend in BACKENDS.values() for need in backend.needs for name in need.distributions]
+    names = {"jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "triton", "jax-triton", *needed}
+    return [(name, version(name)) for name in sorted(names)]
