@@ -249,7 +249,8 @@ def _check_one_layer(check: ArgumentChecks, name: str, tree: Any, *, itself: boo
     views = {}
     for field, value in parts.items():
         value.check_view(check, field, jax.tree.leaves(value)[0].shape[0])
-        views[field] = value.num_layers, value.layer_index
+        index = value.layer_index
+        views[field] = value.num_layers, id(index) if isinstance(index, jax.Array) else index
     if not itself:  # arrays that are no pools
         views |= {field: (1, None) for field, x in fields.items() if x is not None and field not in parts}
     if len(set(views.values())) > 1:

@@ -135,6 +135,11 @@ class _Config:
     float32_norms = False  # whether the weights of the norms are float32, else in the model's dtype
 
     @property
+    def loops(self) -> bool:
+        """Whether a loop can run over layers: not where they pass on what one of them has selected."""
+        return True
+
+    @property
     def query_dim(self) -> int:
         """Values of a head's query as the projection makes it."""
         return self.spec.qk_dim
@@ -213,6 +218,10 @@ class V32Config(LatentConfig):
     rope: Rope
     index_interleaved: bool  # whether the indexer rotates neighbours, as attention does, instead of two halves
     indexed: tuple[bool, ...]  # whether a layer has an indexer; else it takes what the last one with it selected
+
+    @property
+    def loops(self) -> bool:
+        return all(self.indexed)
 
     def layer_kind(self, i: int) -> tuple[bool, str]:
         """Whether a layer has an indexer, and "moe" or "dense"; behind the last one is the draft layer."""

@@ -27,7 +27,16 @@ from jax_sparse_mla.serving.config import Config
 from jax_sparse_mla.serving.kda import KDAStep
 from jax_sparse_mla.serving.layers import collapse_streams, expand_streams, head_of_streams, rms_norm
 from jax_sparse_mla.serving.moe import feed_forward
-from jax_sparse_mla.serving.params import HeadParams, LayerParams, LayerWeights, ModelParams, NormParams, layer_of
+from jax_sparse_mla.serving.params import (
+    HeadParams,
+    LayerParams,
+    LayerWeights,
+    LoopedLayers,
+    ModelParams,
+    NormParams,
+    Run,
+    layer_of,
+)
 
 # The weights of the residual streams after a block: `post` and `comb` of `collapse_streams`; None for one plain stream.
 Mixing: TypeAlias = tuple[jax.Array, jax.Array] | None
@@ -82,14 +91,21 @@ class PreparedStep:
     index_scores: jax.Array | None = None
 
 
-def layer_params(config: Config, params: ModelParams, i: int) -> LayerParams:
-    """The parameters of layer i."""
-    return LayerParams(
-        kind=config.layer_kind(i)[0],
-        weights=params.layers[i],
-        norms=layer_of(params.norms, i),
-        attention=layer_of(params.attention.get(config.pools[i]), config.number_in_pool(i)),
+def layer_params(
+    config: Config, params: ModelParams, run: Run, j: int, number: int | jax.Array = 0
+) -> tuple[LayerParams, int | jax.Array]:
+    """The parameters of layer j of a run's repetition, and its number in its pool; the repetition's may be traced."""
+    like, pools = run.first + j, config.pools
+    each = pools[run.first : run.first + run.period].count(pools[like])
+    in_pool = config.number_in_pool(like) + number * each
+    looped = isinstance(params.layers, LoopedLayers) and run in params.layers.runs
+    parameters = LayerParams(
+        kind=config.layer_kind(like)[0],
+        weights=params.layers.at(run, j, number) if looped else params.layers[like],
+        norms=layer_of(params.norms, like + number * run.period),
+        attention=layer_of(params.attention.get(pools[like]), in_pool),
     )
+    return parameters, in_pool
 
 
 def embed(config: Config, params: ModelParams, tokens: jax.Array) -> jax.Array:

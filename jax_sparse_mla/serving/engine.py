@@ -177,9 +177,15 @@ class Engine:
         return Scheduler(self.spec, options, self.model.vocab_size, reuse=options.reuse_points > 0)
 
     def _place(self, params: Params) -> tuple[State, Params]:
-        """A new state and the parameters, committed to the device, as what a step returns is."""
+        """A new state and the parameters, committed to the device, as what a step returns is.
+
+        A CPU's compiler takes seconds for each layer: there a program loops over layers of the same kinds.
+        """
         check_memory("weights and caches need", size_of((params, jax.eval_shape(self._new_state, params))))
-        return jax.device_put((self._new_state(params), params), jax.local_devices()[0])
+        device = jax.local_devices()[0]
+        if device.platform == "cpu" and hasattr(self.model, "looped"):  # models of other projects may not loop
+            params = self.model.looped(params)
+        return jax.device_put((self._new_state(params), params), device)
 
     def _new_state(self, params: Params) -> State:
         options, pool, draft = self.options, self.scheduler.pool, None

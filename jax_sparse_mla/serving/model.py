@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
@@ -32,7 +33,7 @@ from jax_sparse_mla.serving.decoder import (
 )
 from jax_sparse_mla.serving.kda import KDAState
 from jax_sparse_mla.serving.layers import matmul
-from jax_sparse_mla.serving.params import LayerParams, ModelParams
+from jax_sparse_mla.serving.params import LayerParams, LoopedLayers, ModelParams, Run, joined, runs_of
 from jax_sparse_mla.serving.tensors import random_host_arrays
 
 # Pytrees of arrays: `ModelParams`, a dict of layers' caches, or those of another project's model.
@@ -178,18 +179,54 @@ class Model:
         layers = self.num_layers if layers is None else layers
         if not 1 <= layers <= self.num_layers:
             raise ValueError(f"Model.forward: layers must be from 1 to {self.num_layers}, got {layers}")
-        config, trace, selected = self.config, [], None
+        config, trace = self.config, []
         step = self._module.prepare(config, caches.values(), inputs)
-        streams = embed(config, params, inputs.tokens)
-        for i in range(layers):
-            layer = layer_params(config, params, i)
-            streams, cache, x, selected = self._run(layer, self.layer_cache(caches, i), streams, step, selected)
-            caches = self.with_layer_cache(caches, i, cache)
-            if inputs.trace:
-                trace.append((x, selected))
+        streams, selected = embed(config, params, inputs.tokens), None
+        looped = isinstance(params.layers, LoopedLayers) and layers == self.num_layers
+        for run in params.layers.runs if looped else map(Run, range(layers)):
+            repeat = functools.partial(self._repetition, params, step, run)
+            if run.times == 1:
+                (streams, caches, selected), traced = repeat((streams, caches, selected), 0)
+                trace += traced
+                continue
+            (streams, caches, selected), traced = lax.scan(
+                repeat, (streams, caches, None), jnp.arange(run.times, dtype=jnp.int32)
+            )
+            trace += [jax.tree.map(lambda x, n=n: x[n], of_layer) for n in range(run.times) for of_layer in traced]
         hidden = last_rows(config, params.head, streams)
         states = hidden if params.head.fn is None else streams
         return ForwardOutput(hidden=hidden, caches=caches, states=states, overflow=step.shared.overflow, trace=trace)
+
+    def _repetition(self, params: ModelParams, step: PreparedStep, run: Run, carry: tuple, number: int | jax.Array):
+        """The layers of one repetition of a run: streams, caches and selection after them, and their trace. A loop
+        carries no selection: layers that take another's are in none."""
+        (streams, caches, selected), trace = carry, []
+        for j in range(run.period):
+            layer, in_pool = layer_params(self.config, params, run, j, number)
+            pool = self.config.pools[run.first + j]
+            streams, cache, x, selected = self._run(layer, caches[pool].layer(in_pool), streams, step, selected)
+            caches = caches | {pool: cache.whole()}
+            if step.inputs.trace:
+                trace.append((x, selected))
+        return (streams, caches, selected if run.times == 1 else None), trace
+
+    def looped(self, params: ModelParams) -> ModelParams:
+        """The parameters for a program that loops over layers of the same kinds, so that each kind is compiled once.
+
+        The large weights of such layers are copied into the same arrays. Only plain JAX runs in such a loop: kernels
+        take the place of a layer's cache as a constant.
+        """
+        config, layers = self.config, range(self.num_layers)
+        runs = runs_of([config.layer_kind(i) for i in layers]) if config.loops else ()
+        if isinstance(params.layers, LoopedLayers) or all(run.times == 1 for run in runs):
+            return params
+
+        def stacked(run: Run, j: int) -> Any:
+            arrays = [params.layers[i] for i in layers[run.first + j :: run.period][: run.times]]
+            return arrays[0] if run.times == 1 else jax.tree.map(joined, *arrays)
+
+        weights = [[stacked(run, j) for j in range(run.period)] for run in runs]
+        return dataclasses.replace(params, layers=LoopedLayers(runs=runs, weights=weights))
 
     def _run(
         self, layer: LayerParams, cache: Caches, streams: jax.Array, step: PreparedStep, selected: jax.Array | None
@@ -262,7 +299,7 @@ class Model:
         step = self._module.prepare(config, caches.values(), inputs)
         step = dataclasses.replace(step, index_scores=index_scores)
         for i in layers:
-            layer, cache = layer_params(config, params, i), self.layer_cache(caches, i)
+            (layer, _), cache = layer_params(config, params, Run(i), 0), self.layer_cache(caches, i)
             x, cache, selected = self._module.attend(config, layer, cache, x, step, selected)
             caches = self.with_layer_cache(caches, i, cache)
         return x, caches

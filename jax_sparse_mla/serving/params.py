@@ -7,15 +7,19 @@ copy a layer's part of a stacked one before it multiplies.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.layers import V4LayerParams
 from jax_sparse_mla.serving.moe import DenseParams, MoEParams
+
+_LONGEST_PERIOD = 4  # layers that repeat together: GLM's models have an order of four
 
 
 @pytree_dataclass
@@ -86,6 +90,64 @@ class DraftParams:
     head: HeadParams
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Layers from `first` on: `period` of them, and again layers of the same kinds in their order, `times` in all."""
+
+    first: int
+    period: int = 1
+    times: int = 1
+
+    def number_of(self, i: int) -> int:
+        """The number of layer i's repetition; negative or too large for a layer of another run."""
+        return (i - self.first) // self.period
+
+
+def runs_of(kinds: Sequence[Hashable]) -> tuple[Run, ...]:
+    """The runs of a model's layers, of which each begins with the longest repetition that there is."""
+    runs, first = [], 0
+    while first < len(kinds):
+        best = Run(first)
+        for period in range(1, _LONGEST_PERIOD + 1):
+            blocks = [kinds[i : i + period] for i in range(first, len(kinds), period)]
+            times = next((n for n, block in enumerate(blocks) if block != blocks[0]), len(blocks))
+            if times > 1 and times * period > best.times * best.period:
+                best = Run(first, period, times)
+        runs.append(best)
+        first += best.period * best.times
+    return tuple(runs)
+
+
+def joined(*arrays: jax.Array) -> jax.Array:
+    """Arrays in one. XLA on a CPU would widen a whole bfloat16 array to float32 before it takes a part of it: bfloat16
+    is kept as its bits."""
+    array = jnp.stack(arrays)
+    return lax.bitcast_convert_type(array, jnp.uint16) if array.dtype == jnp.bfloat16 else array
+
+
+def _part(array: jax.Array, number: int | jax.Array) -> jax.Array:
+    part = array[number]
+    return lax.bitcast_convert_type(part, jnp.bfloat16) if part.dtype == jnp.uint16 else part
+
+
+@pytree_dataclass
+class LoopedLayers:
+    """The weights of a model's layers for a program that loops over those of a run: `weights` has those of each run's
+    first `period` layers, and where `times` is above 1 their arrays have a leading dimension, the repetitions."""
+
+    runs: tuple[Run, ...] = static()
+    weights: list[list[LayerWeights]]
+
+    def at(self, run: Run, j: int, number: int | jax.Array) -> LayerWeights:
+        """The weights of layer j of a repetition, whose number may be traced."""
+        weights = self.weights[self.runs.index(run)][j]
+        return weights if run.times == 1 else jax.tree.map(lambda array: _part(array, number), weights)
+
+    def __getitem__(self, i: int) -> LayerWeights:
+        run = next(run for run in self.runs if 0 <= run.number_of(i) < run.times)
+        return self.at(run, (i - run.first) % run.period, run.number_of(i))
+
+
 @pytree_dataclass
 class ModelParams:
     """A model's parameters."""
@@ -93,7 +155,7 @@ class ModelParams:
     embedding: jax.Array  # `[vocab, hidden]`
     unembedding: jax.Array | None  # `[vocab, hidden]`; None: the logits' weights are the embedding
     head: HeadParams
-    layers: list[LayerWeights]
+    layers: list[LayerWeights] | LoopedLayers
     norms: NormParams  # of all layers, stacked
     attention: dict[Hashable, Any]  # `LayerParams.attention`, stacked by `Config.pools`
     draft: DraftParams | None = None
@@ -106,8 +168,8 @@ def stack_layers(layers: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
 
 
-def layer_of(stacked: Any, number: int) -> Any:
-    """One layer's parameters of `stack_layers`."""
+def layer_of(stacked: Any, number: int | jax.Array) -> Any:
+    """One layer's parameters of `stack_layers`; the number may be traced."""
     if isinstance(stacked, V4LayerParams):
         return stacked.layer(number)
     return jax.tree.map(lambda array: array[number], stacked)

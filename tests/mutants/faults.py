@@ -154,7 +154,7 @@ fault("split-pieces", "the pieces of a page go to the wrong small pages",
       "pages[:, None] * ratio + jnp.arange(ratio, dtype=jnp.int32)[::-1]")
 fault = of("jax_sparse_mla/kv_cache/pool.py", "tests/layers/test_layer_pools.py")
 fault("layer-of-a-pool", "a layer's view begins at the layer before",
-      "(self.layer_index or 0) * rows", "max((self.layer_index or 0) - 1, 0) * rows")
+      "self.layer_index * rows", "max(self.layer_index - 1, 0) * rows")
 fault = of("jax_sparse_mla/kv_cache/number_formats.py", "tests/kv_cache/test_triton_kv.py")
 fault("triton-ue8m0-rounding", "Triton cache writer: 448 · 2^k takes the next scale",
       "((amax & _MANTISSA_MASK) > _MANTISSA_OF_1_75)", "((amax & _MANTISSA_MASK) >= _MANTISSA_OF_1_75)")
