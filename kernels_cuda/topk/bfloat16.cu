@@ -1,3 +1,7 @@
 #include "launch.cuh"
 
-template cudaError_t topk::launch<__nv_bfloat16>(topk::Call, int, int, cudaStream_t);
+namespace topk_kernels {
+
+template cudaError_t launch<__nv_bfloat16>(Call, int, int, cudaStream_t);
+
+}  // namespace topk_kernels

@@ -2,9 +2,7 @@
 
 #pragma once
 
-#include <cuda_bf16.h>
-
-namespace topk {
+namespace topk_kernels {
 
 enum Method { kPositions, kPaged, kRagged };
 
@@ -22,9 +20,5 @@ struct Call {
   int capacity;    // entries that fit shared memory
   int segments;    // of a row of candidates; 0 if they do not fit
 };
-
-// Launches the kernels for float32 or bfloat16 logits, each in a file of its own: nvcc compiles them side by side.
-template <typename T>
-cudaError_t launch(Call call, int rows, int device, cudaStream_t stream);
 
 }  // namespace topk

@@ -1,3 +1,7 @@
 #include "launch.cuh"
 
-template cudaError_t topk::launch<float>(topk::Call, int, int, cudaStream_t);
+namespace topk_kernels {
+
+template cudaError_t launch<float>(Call, int, int, cudaStream_t);
+
+}  // namespace topk_kernels

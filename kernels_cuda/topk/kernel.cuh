@@ -26,7 +26,7 @@
 
 namespace {
 
-using namespace topk;
+using namespace topk_kernels;
 
 constexpr int kShort = 4096;        // logits of a row that fit in registers
 constexpr int kFewThreads = 1024;   // for a short row where rows are few: the least time for one of them

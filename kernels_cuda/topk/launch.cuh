@@ -7,7 +7,7 @@
 
 #include "held.cuh"
 
-namespace topk {
+namespace topk_kernels {
 
 inline int attribute(cudaDeviceAttr name, int device) {
   int value = 0;

@@ -16,9 +16,17 @@
 
 namespace ffi = tvm::ffi;
 
+namespace topk_kernels {
+
+// Launches the kernels for float32 or bfloat16 logits, each in a file of its own: nvcc compiles them side by side.
+template <typename T>
+cudaError_t launch(Call call, int rows, int device, cudaStream_t stream);
+
+}  // namespace topk_kernels
+
 namespace {
 
-using namespace topk;
+using namespace topk_kernels;
 
 void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "topk: " << cudaGetErrorString(error);
