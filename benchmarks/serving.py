@@ -70,16 +70,8 @@ class Served:
     def new_engine(self, max_batch: int, max_len: int, chunk_size: int = 1024) -> Engine:
         """Raises NotEnoughMemory for caches that do not fit beside the weights, before they are made."""
         options = EngineOptions(max_batch=max_batch, max_len=max_len, chunk_size=chunk_size, seed=self.seed)
-        base, mesh = (Engine, ()) if self.mesh is None else (MeshEngine, (self.mesh,))
-        weights = self.weight_bytes
-
-        class Checked(base):
-            def new_caches(self):
-                caches = memory.size_of(jax.eval_shape(super().new_caches))
-                memory.check_memory("weights and caches need", weights + caches)
-                return super().new_caches()
-
-        return Checked(self.model, self.params, options, *mesh)
+        engine, mesh = (Engine, ()) if self.mesh is None else (MeshEngine, (self.mesh,))
+        return engine(self.model, self.params, options, *mesh)
 
 
 def weight_bytes(model: Model, mesh: Mesh | None = None) -> int:

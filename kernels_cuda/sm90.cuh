@@ -318,11 +318,6 @@ MULTIPLY_SHARED(multiply, 32, "64", "%32", "%33", "%34", "%35", "0")
 MULTIPLY_SHARED(multiply_by_columns, 32, "64", "%32", "%33", "%34", "%35", "1")
 MULTIPLY_SHARED(multiply_by_columns, 64, "128", "%64", "%65", "%66", "%67", "1")
 
-// Both matrices by rows.
-__device__ __forceinline__ void multiply_64(float (&d)[32], uint64_t a, uint64_t b, bool add) {
-  multiply<false>(d, a, b, add);
-}
-
 // 64 x N += (64 x 32) · (32 x N) of 8-bit numbers, the first matrix in registers, the second by rows; = where `add` is
 // false.
 #define MULTIPLY_REGISTERS(name, sums, N, TYPES, A, B, ADD)                                                    \

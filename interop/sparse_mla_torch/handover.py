@@ -4,7 +4,7 @@ Disaggregated prefill and decode need this. `export_request` and `import_request
 `jax_sparse_mla.serving`. `read_cache` and `write_cache` serve the caches of one layer in any engine, as torch tensors
 (written in place) or JAX arrays; a layer's view (`layer(i)`) of arrays of several layers, too.
 
-The file is one safetensors file, version 1. Its metadata are `format` ("sparse_mla_handover"), `version` ("1") and
+The file is one safetensors file, version 2. Its metadata are `format` ("sparse_mla_handover"), `version` ("2") and
 `request`, JSON of
 
     model          the model's type: "deepseek_v4", "deepseek_v32", "glm_moe_dsa"
@@ -14,6 +14,7 @@ The file is one safetensors file, version 1. Its metadata are `format` ("sparse_
     layer_ratios   compress ratio of each layer; 0 for all of V3.2
     prompt_tokens  how many of the tokens are the prompt
     computed       how many tokens are cached, C
+    temperature, top_p, seed, eos_token_ids, forced        what the request asks for: see `Sampling` and `Request`
 
 Its tensors are listed below. A request has `n = ⌈C / P⌉` pages, and `w` is the number of its last pages that the window
 of the next token touches. `entries` is P divided by the layer's ratio. `ring` is the last `min(C, 8)` tokens for ratio
@@ -55,10 +56,13 @@ from jax_sparse_mla.indexer.logits import INDEX_DIM, INDEX_K_BYTES
 from jax_sparse_mla.kv_cache.pool import LayerPool
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
 from jax_sparse_mla.serving.engine import Engine
-from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.request import Request, Sampling
 from sparse_mla_torch.bridge import to_torch
 
-FORMAT, VERSION = "sparse_mla_handover", "1"
+FORMAT, VERSION = "sparse_mla_handover", "2"
+
+
+_LISTS = ("eos_token_ids", "forced")  # of a request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,15 +163,19 @@ def export_request(engine: Engine, request: Request, path: str | os.PathLike) ->
         parts = read_cache(engine.layer_cache(i), place)
         tensors |= {f"layers.{i}.{name}": x.contiguous() for name, x in parts.items()}
     description = {**_cache_description(engine), "prompt_tokens": len(request.prompt), "computed": request.computed}
+    description |= {**dataclasses.asdict(request.sampling), **{name: getattr(request, name) for name in _LISTS}}
     path = Path(path)
     with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
         partial = Path(folder) / path.name
-        save_file(tensors, partial, {"format": FORMAT, "version": VERSION, "request": json.dumps(description)})
+        text = json.dumps(description, default=float)  # numpy's numbers, too
+        save_file(tensors, partial, {"format": FORMAT, "version": VERSION, "request": text})
         os.replace(partial, path)
 
 
 def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int) -> Request:
     """Takes a request from a file into the engine's caches; `Engine.run` then goes on with it.
+
+    Its sampling and its end tokens are the file's. Its `on_token` is not: set one.
 
     Args:
       engine: has the same model and cache format, and a free row; page order, batch and drafts may differ.
@@ -178,7 +186,7 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
       OSError: there is no such file.
       ValueError: not a hand-over file of this version; another model or cache format; a tensor that is missing,
         unknown, or of another dtype or shape; token counts that contradict each other; a request longer than the
-        engine's. Nothing has changed then.
+        engine's; no sampling or end tokens, or none that a request takes. Nothing has changed then.
       RuntimeError: the engine has no free row.
     """
     _check_model("import_request", engine)
@@ -205,7 +213,7 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
             check_parts(engine.layer_cache(i), place, part, f"layers.{i}.")
         for i, part in enumerate(parts):  # JAX's caches are donated: the engine must hold the new ones
             engine.set_layer_cache(i, write_cache(engine.layer_cache(i), place, part))
-    except Exception:
+    except BaseException:
         pool.close(request.row)
         raise
     return request
@@ -277,7 +285,18 @@ def _new_request(
         raise ValueError(f"import_request: tokens out of the model's vocabulary of {engine.scheduler.vocab_size}")
     tokens = tokens.tolist()
     output = tokens[prompt:]
-    return Request(tokens[:prompt], max_new_tokens, output, margins=[math.nan] * len(output), computed=computed)
+    try:
+        asked = {name: description[name] for name in _LISTS}
+        sampling = Sampling(**{field.name: description[field.name] for field in dataclasses.fields(Sampling)})
+        request = Request(tokens[:prompt], max_new_tokens, output, sampling=sampling, **asked)
+    except KeyError as error:
+        raise ValueError(f"import_request: the file does not say the request's {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"import_request: the file's request is none: {error}") from None
+    if request.finished:
+        raise ValueError("import_request: the request has ended with one of its end tokens")
+    request.margins, request.computed = [math.nan] * len(output), computed
+    return request
 
 
 def _place(engine: Engine, request: Request) -> Place:

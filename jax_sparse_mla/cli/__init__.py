@@ -6,11 +6,16 @@ import argparse
 import sys
 
 from jax_sparse_mla import __version__
+from jax_sparse_mla.cli.endings import status_of
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    return status_of(lambda: _run(argv), " ".join(["jax-sparse-mla", *argv[:1]]), "--verbose" in argv)
+
+
+def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="jax-sparse-mla", description="Sparse MLA for DeepSeek-V3.2 and V4 in JAX")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from jax_sparse_mla import activity
 from jax_sparse_mla.attention.route import BACKENDS
 from jax_sparse_mla.cli import processes, report
 from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int, probability
+from jax_sparse_mla.cli.endings import REFUSED, one_line
 from jax_sparse_mla.cli.progress import Progress, Status, Stream
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from jax_sparse_mla.serving.options import PREFILL_BACKENDS
     from jax_sparse_mla.serving.presets import PRESETS
-    from jax_sparse_mla.serving.scheduler import PREFILL_BACKENDS
 
     add, source = parser.add_argument, parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="a transformers checkpoint: DeepSeek-V3.2, V4, GLM-5 or 5.3")
@@ -61,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "2x1: requests over two devices, 1x2: heads and experts over two"
     )
     add("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help=mesh)
-    shown = "a line for each step, request, layer and kernel, and the text of untrained models"
+    shown = "a line for each step, request, layer and kernel, the text of untrained models, and a fault's traceback"
     add("--verbose", action="store_true", help=shown)
     processes.add_arguments(parser)
 
@@ -75,13 +77,18 @@ def backend_names(text: str) -> list[str]:
     return names
 
 
+class RequestsFailed(RuntimeError):
+    """Requests have ended with an error: there is nothing to compare."""
+
+
 def run(args: argparse.Namespace) -> int:
     """Generates, prints, compares; with several processes it ends the process.
 
     Returns:
       0 if every comparison passes (or none was asked for), 1 if one fails, 2 if there is nothing to run: no prompt,
       no such file, no such device, no model that this library serves, a backend that cannot serve it here, an oracle
-      without drafts, no check or a package missing that it needs; and if the check cannot load its model.
+      without drafts, no check or a package missing that it needs, too little memory; if the check cannot load its
+      model; and `endings.status_of` for whatever is raised.
     """
     try:
         together = processes.are_several(args)
@@ -90,31 +97,43 @@ def run(args: argparse.Namespace) -> int:
     args.status = Status()
     activity.show = args.status.working
     try:
-        return processes.run_as_one(args, lambda: _run(args)) if together else _run(args)
+        return processes.run_as_one(args, lambda: _status(args)) if together else _status(args)
     finally:
         activity.show = contextlib.nullcontext
 
 
+def _status(args: argparse.Namespace) -> int:
+    """As `run`; 1 where a request fails, too."""
+    try:
+        return _run(args)
+    except RequestsFailed as error:
+        print(f"failed     {error}")
+        return 1
+
+
 def _run(args: argparse.Namespace) -> int:
-    from jax_sparse_mla.cli.setup import new_setup
+    from jax_sparse_mla.cli.setup import check_requests, new_setup
+    from jax_sparse_mla.serving.memory import NotEnoughMemory
     from jax_sparse_mla.serving.request import Request, Sampling
     from jax_sparse_mla.serving.scheduler import EngineOptions
     from jax_sparse_mla.serving.speculative import DraftOracle
 
+    sampling = functools.partial(Sampling, args.temperature, args.top_p)
     try:
         if args.draft_oracle and not args.speculative_steps:
             raise ValueError("--draft-oracle needs --speculative-steps")
         if args.mesh is not None and args.compare_backends:
             raise ValueError("--compare-backends compares logits of one device: leave out --mesh")
-        sampling = [Sampling(args.temperature, args.top_p, args.seed + i) for i in range(args.requests)]
+        sampling()  # refuses numbers out of their range
         text = _prompt_text(args)
         keep_programs()
         with activity.show("starting JAX and loading the model"):
             setup = new_setup(args)
-        prompts = _prompts(setup.tokenizer.encode(text), args.requests)
+        prompt = setup.tokenizer.encode(text)
+        check_requests(args, setup, prompt)
         requests = [
-            Request(prompt, args.max_new_tokens, sampling=how, eos_token_ids=setup.eos_token_ids)
-            for prompt, how in zip(prompts, sampling)
+            Request(beginning, args.max_new_tokens, sampling=sampling(args.seed + i), eos_token_ids=setup.eos_token_ids)
+            for i, beginning in enumerate(_prompts(prompt, args.requests))
         ]
         shares = args.mesh[0] if args.mesh else 1
         options = EngineOptions(
@@ -122,7 +141,7 @@ def _run(args: argparse.Namespace) -> int:
             prefill_backend=args.prefill_backend,
             chunk_size=args.chunk_size,
             max_batch=min(args.max_batch, -(-args.requests // shares)),
-            max_len=len(prompts[0]) + args.max_new_tokens,
+            max_len=len(prompt) + args.max_new_tokens,
             seed=args.seed,
             trace=not args.no_check and args.mesh is None,
             speculative_steps=args.speculative_steps or 0,
@@ -132,6 +151,10 @@ def _run(args: argparse.Namespace) -> int:
         for other in args.compare_backends:
             report.plans(setup.spec, options, other)
         engine = setup.new_engine(options)
+    except NotEnoughMemory as error:
+        names = ("max_new_tokens", "requests", "max_batch", "chunk_size")
+        given = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names)
+        return _refused(args, ValueError(f"{error} (with {given})"))
     except (OSError, ValueError, ImportError) as error:
         return _refused(args, error)
     report.print_header(setup, engine, requests, plans if args.verbose else {})
@@ -162,12 +185,13 @@ def _run(args: argparse.Namespace) -> int:
 
 def _refused(args: argparse.Namespace, error: Exception) -> int:
     """Says why there is nothing to run; returns the exit status."""
+    if isinstance(error, BrokenPipeError):
+        raise error
     what = "this needs torch and transformers (the extra [hf]): " if isinstance(error, ImportError) else ""
-    line = " ".join("".join(c if c.isprintable() else " " for c in f"{what}{error}").split())
-    print(f"jax-sparse-mla generate: {line}", file=sys.stderr)
+    print(f"jax-sparse-mla generate: {one_line(f'{what}{error}')}", file=sys.stderr)
     if what and not args.no_check:
         print("--no-check goes without them", file=sys.stderr)
-    return 2
+    return REFUSED
 
 
 def _serve(
@@ -178,6 +202,8 @@ def _serve(
     progress.print_summary()
     report.print_texts(setup.tokenizer.decode, requests, args.model is not None and not args.stream, args.verbose)
     report.print_routes(setup, engine, args.verbose)
+    if errors := [request.error for request in requests if request.error is not None]:
+        raise RequestsFailed(f"{len(errors)} of {len(requests)} requests: {errors[0]}")
     return accepted
 
 
@@ -206,19 +232,19 @@ def _check(args: argparse.Namespace, setup: Any, engine: Any, requests: list[Any
     return 0 if result.passed else 1
 
 
-def _prompts(prompt: list[int], count: int) -> list[list[int]]:
+def _prompts(prompt: list[int], count: int) -> Iterator[list[int]]:
     """The whole prompt, then shorter and shorter beginnings of it."""
-    if not prompt:
-        raise ValueError("the prompt has no tokens")
-    return [prompt[: max(1, len(prompt) * (count - i) // count)] for i in range(count)]
+    return (prompt[: max(1, len(prompt) * (count - i) // count)] for i in range(count))
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
-    from jax_sparse_mla.serving import presets
+    from jax_sparse_mla.serving import memory, presets
 
     if args.prompt is not None:
         return args.prompt
     if args.prompt_file is not None:
+        size = args.prompt_file.stat().st_size
+        memory.check_host_memory(f"--prompt-file {args.prompt_file} of {size} bytes needs", 32 * size)
         return args.prompt_file.read_text(encoding="utf-8")
     return presets.default_prompt()
 

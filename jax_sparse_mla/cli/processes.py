@@ -8,12 +8,13 @@ import io
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 
 from jax_sparse_mla.cli.arguments import natural, positive_int
+from jax_sparse_mla.cli.endings import REFUSED, one_line, report
+from jax_sparse_mla.cli.rendezvous import NoMeeting, address, meet
 
-REFUSED = 2  # the exit status of a command that had nothing to run
+FAILED = 1  # the exit status of a process that failed after all had met
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,7 @@ def are_several(args: argparse.Namespace) -> bool:
         raise ValueError("--coordinator needs --mesh: processes serve over one mesh")
     if args.process_id >= args.num_processes:
         raise ValueError(f"--process-id must be below --num-processes {args.num_processes}, got {args.process_id}")
+    address(args.coordinator)
     return True
 
 
@@ -46,8 +48,8 @@ def run_as_one(args: argparse.Namespace, command: Callable[[], int]) -> int:
     at once instead of waiting for the others, which notice it within the time-out.
 
     Returns:
-      2 if the processes cannot meet, for instance where the port is taken; else it does not return. Where one does not
-      come in time, jaxlib ends the others.
+      2 if the processes do not meet, and a line says why: one does not come in time, the port is taken, two have one
+      number. Else it does not return.
     """
     import jax
     from jax.experimental import multihost_utils
@@ -60,6 +62,7 @@ def run_as_one(args: argparse.Namespace, command: Callable[[], int]) -> int:
         flush=True,
     )
     try:
+        meet(args.coordinator, args.num_processes, args.process_id, args.process_timeout)
         jax.distributed.initialize(
             args.coordinator,
             args.num_processes,
@@ -67,8 +70,9 @@ def run_as_one(args: argparse.Namespace, command: Callable[[], int]) -> int:
             initialization_timeout=args.process_timeout,
             heartbeat_timeout_seconds=args.process_timeout,
         )
-    except (RuntimeError, ValueError) as error:
-        print(f"jax-sparse-mla: the processes cannot meet at {args.coordinator}: {error}", file=sys.stderr)
+    except (NoMeeting, RuntimeError, ValueError) as error:
+        line = one_line(f"the processes do not meet at {args.coordinator}: {error}")
+        print(f"jax-sparse-mla generate: {line}", file=sys.stderr)
         return REFUSED
     said = io.StringIO()
     try:
@@ -76,10 +80,10 @@ def run_as_one(args: argparse.Namespace, command: Callable[[], int]) -> int:
             status = command()
         if status != REFUSED:
             multihost_utils.sync_global_devices("served")
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        status = report(error, "jax-sparse-mla generate", args.verbose)
+        status = FAILED if status == REFUSED else status
         print(f"jax-sparse-mla: process {args.process_id} failed; the others will end too", file=sys.stderr)
-        status = 1
     else:
         # Process 0 has the service that all are connected to; now and then jaxlib aborts where they leave it in order.
         time.sleep(0 if args.process_id else 1)

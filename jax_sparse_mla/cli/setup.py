@@ -10,15 +10,17 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import jax
 
-from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.models import ModelSpec, text_config
 from jax_sparse_mla.packages import why_not
 from jax_sparse_mla.serving import presets
 from jax_sparse_mla.serving.engine import Engine, EngineOptions
-from jax_sparse_mla.serving.memory import bytes_of_a_device, check_memory, size_of
+from jax_sparse_mla.serving.files import read_json
+from jax_sparse_mla.serving.memory import bytes_of_a_device, check_host_memory, check_memory, size_of
 from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model, new_mesh
 from jax_sparse_mla.serving.model import Model, generation_config, load
 from jax_sparse_mla.serving.native import begin_to_load
@@ -77,6 +79,8 @@ class Setup:
             self._print_start()
             self.model, self.params = load(args.model, draft_layer=bool(args.speculative_steps))
             self.tokenizer = presets.load_tokenizer(args.model, self.model.vocab_size)
+            if isinstance(self.tokenizer, presets.ByteTokenizer):
+                print(f"warning    {args.model} has no tokenizer: text goes in and out as bytes")
         else:
             self.name = f"preset {preset}, seed {args.seed} (random weights)"
             self._print_start()
@@ -174,6 +178,30 @@ def _import_tvm_ffi() -> None:
             why_not("tvm_ffi")
         finally:
             del sys.modules["torch"]
+
+
+def check_requests(args: argparse.Namespace, setup: Setup, prompt: list[int]) -> None:
+    """Refuses what cannot be served with a ValueError, in words of the options, before its memory is asked for; and
+    warns of a request that is longer than the checkpoint's model was made for."""
+    if not prompt:
+        raise ValueError("the prompt has no tokens")
+    model, spec = setup.model, setup.spec
+    if max(prompt) >= model.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {args.model} gives the prompt token {max(prompt)}, the model has a vocabulary of "
+            f"{model.vocab_size}"
+        )
+    requests = f"--requests {args.requests} with prompts of up to {len(prompt)} tokens need"
+    check_host_memory(requests, args.requests * (8 * len(prompt) + 4000))
+    sizes = 4 * (spec.num_heads * spec.qk_dim + model.config.hidden_size)  # bytes of a row's queries and states
+    check_memory(f"steps of --chunk-size {args.chunk_size} tokens need at least", args.chunk_size * sizes)
+    if args.model is None:
+        return
+    longest = len(prompt) + args.max_new_tokens
+    most = text_config(read_json(Path(args.model), "config.json")).get("max_position_embeddings") or longest
+    if longest > most:
+        print(f"warning    the longest request has up to {longest} tokens, and max_position_embeddings of "
+              f"{args.model} is {most}")  # fmt: skip
 
 
 def _host() -> jax.Device | None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_sparse_mla.launch import build, compile_cache
+from jax_sparse_mla.launch import compile_cache
 from jax_sparse_mla.packages import once
 
 
@@ -84,7 +84,7 @@ def call(
       operands: the arrays that it reads.
     """
     arguments = tuple(arguments)
-    origin = tuple(module) if isinstance(module, build.Binary) else (module.__module__, module.__qualname__)
+    origin = tuple(module) if isinstance(module, tuple) else (module.__module__, module.__qualname__)
     meaning = *origin, arguments
     name, key = target(function, meaning, _bound, module, function, arguments)
     return tuple(jax.ffi.ffi_call(name, tuple(results))(*operands, key=key))
@@ -156,6 +156,8 @@ def _bound(module: Callable[[], Any], function: str, arguments: tuple) -> Any:
 def binder() -> Any:
     """The module of `tvm_bind.cc`: `bind`, `bind_kernel`; `add` and `handler`, which call what they made from XLA."""
     import tvm_ffi
+
+    from jax_sparse_mla.launch import build  # not above: `python -m` warns of a module that its package has imported
 
     def opened(path: Path) -> Any:
         module = tvm_ffi.load_module(str(path))

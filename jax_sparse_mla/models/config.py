@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,10 +18,9 @@ def text_config(config: Any) -> Any:
 
 
 def reader(config: Any) -> Callable[..., Any]:
-    """`read(key, default=None)` of a mapping or of an object with attributes."""
-    if isinstance(config, Mapping):
-        return config.get
-    return lambda key, default=None: getattr(config, key, default)
+    """`read(key, default=None)` of a mapping or of an object with attributes; None is as a missing value."""
+    get = config.get if isinstance(config, Mapping) else functools.partial(getattr, config)
+    return lambda key, default=None: default if (value := get(key, None)) is None else value
 
 
 def rope_parameters(config: Any) -> Mapping[str, Any]:
@@ -33,7 +33,7 @@ def rope_parameters(config: Any) -> Mapping[str, Any]:
 _POSITIVE = """vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank intermediate_size
     moe_intermediate_size n_routed_experts num_local_experts index_n_heads index_head_dim index_topk qk_nope_head_dim
     v_head_dim o_groups o_lora_rank hc_mult sliding_window linear_num_heads linear_head_dim linear_conv_kernel_dim
-    num_heads short_conv_kernel_size original_max_position_embeddings"""
+    num_heads short_conv_kernel_size original_max_position_embeddings max_position_embeddings"""
 _INTEGERS = """head_dim qk_rope_head_dim first_k_dense_replace num_hash_layers n_shared_experts n_group topk_group
     num_experts_per_tok hc_sinkhorn_iters"""
 _NUMBERS = """rms_norm_eps rope_theta compress_rope_theta routed_scaling_factor hc_eps partial_rotary_factor

@@ -31,7 +31,7 @@ def _spec_of(config: Any) -> ModelSpec:
     rope = rope_parameters(config)
     mscale = 1.0
     if rope.get("rope_type", rope.get("type", "default")) != "default" and rope.get("mscale_all_dim"):
-        if "factor" not in rope:
+        if rope.get("factor") is None:
             raise ValueError("ModelSpec.from_hf_config: the yarn rope parameters have no factor")
         mscale = yarn_mscale(rope["factor"], rope["mscale_all_dim"])
     return ModelSpec(

@@ -37,6 +37,7 @@ def _spec_of(config: Any) -> ModelSpec:
     rope_dim = read("qk_rope_head_dim") or round(head_dim * (read("partial_rotary_factor") or 64 / 512))
     ratios, window, num_layers = v4_layer_ratios(config), read("sliding_window", 128), read("num_hidden_layers")
     layers = ratios[:num_layers] if is_int(num_layers) else ratios
+    kv_layout = layout_of("deepseek_v4", (KVLayout.V4_FP8,), head_dim, rope_dim, head_dim)  # refuses other dimensions
     return ModelSpec(
         name="deepseek_v4",
         num_heads=read("num_attention_heads", 64),
@@ -45,7 +46,7 @@ def _spec_of(config: Any) -> ModelSpec:
         nope_dim=head_dim - rope_dim,
         rope_dim=rope_dim,
         softmax_scale=head_dim**-0.5,
-        kv_layout=layout_of("deepseek_v4", (KVLayout.V4_FP8,), head_dim, rope_dim, head_dim),
+        kv_layout=kv_layout,
         page_size=256,
         index_topk=read("index_topk", 512),
         index_heads=read("index_n_heads", 64),

@@ -6,6 +6,7 @@ Names are those that transformers writes, those of its modules, or those of the 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from jax import lax
 from jax_sparse_mla.kv_cache.quantize import bits_to_float32, e2m1_values, times_ue8m0
 from jax_sparse_mla.serving.architectures import read_params
 from jax_sparse_mla.serving.config import WEIGHT_BLOCK, Config, Glm53Config, V4Config, V32Config
+from jax_sparse_mla.serving.memory import check_memory
 from jax_sparse_mla.serving.tensors import Shape, Tensors, random_params, shapes_of
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -44,6 +46,7 @@ def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer:
 
     Raises:
       ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
+        Weights that the device has no room for.
     """
     stored: dict[str, Any] = {}
     for stored_name, array in arrays.items():
@@ -57,11 +60,12 @@ def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer:
     if not draft_layer:
         stored = {name: array for name, array in stored.items() if not name.startswith("draft.")}
     read = functools.partial(read_params, config, draft_layer=draft_layer)
-    expected = _stored_shapes(shapes_of(read), stored)
-    _check(expected, stored, config)
+    shapes = shapes_of(read)
+    _check(_stored_shapes(shapes, stored), stored, config)
     dtype = stored["embed_tokens.weight"].dtype
     if dtype not in (np.float32, ml_dtypes.bfloat16):
         raise ValueError(f"checkpoint: embed_tokens.weight must be bfloat16 or float32, got {dtype}")
+    check_memory("the weights need", sum(map(math.prod, shapes.values())) * dtype.itemsize)
     return read(Tensors(functools.partial(_tensor, stored), dtype))
 
 

@@ -254,6 +254,13 @@ def read_config(config: Mapping[str, Any]) -> Config:
     Raises:
       ValueError: see `Model.from_config`; a missing key, or one with a value of the wrong type, is named.
     """
+    try:
+        return _read_config(config)
+    except ArithmeticError as error:
+        raise ValueError(f"Model.from_config: the config's numbers cannot be computed with: {error}") from error
+
+
+def _read_config(config: Mapping[str, Any]) -> Config:
     check_types(config)
     spec = ModelSpec.from_hf_config(config)  # refuses other model types
     if (read_model := _MODELS.get(spec.name)) is None:
@@ -348,7 +355,7 @@ def _rope(parameters: Mapping[str, Any], dim: int, theta: float, *, magnitude: f
         magnitude = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
     elif magnitude is None:
         magnitude = yarn_mscale(factor, 1.0)
-    return Rope(
+    rope = Rope(
         dim=dim,
         theta=theta,
         factor=factor,
@@ -357,6 +364,9 @@ def _rope(parameters: Mapping[str, Any], dim: int, theta: float, *, magnitude: f
         beta_slow=float(parameters.get("beta_slow") or 1),
         magnitude=magnitude,
     )
+    with np.errstate(over="raise", divide="raise", invalid="raise"):
+        rope.inv_freq()
+    return rope
 
 
 def eos_token_ids(value: Any) -> tuple[int, ...]:
@@ -433,9 +443,11 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
         if rope.magnitude != 1:
             raise ValueError(f"Model.from_config: rope_parameters must have attention_factor 1, got {rope.magnitude}")
     spec = dataclasses.replace(spec, compress_ratios=tuple(sorted(set(ratios))))  # without the draft layer's
+    if spec.num_heads % (o_groups := read("o_groups")):
+        raise ValueError(f"Model.from_config: o_groups must divide {spec.num_heads} heads, got {o_groups}")
     return _config_of(V4Config, read, spec, norm_eps=1e-6, ratios=ratios)(
         hashed=tuple(mlp == "hash_moe" for mlp in mlps),
-        o_groups=read("o_groups"),
+        o_groups=o_groups,
         o_rank=read("o_lora_rank"),
         streams=_streams(read, has_head=True),
         window_rope=window_rope,

@@ -54,6 +54,7 @@ class StepInputs:
       gathered: whether an EXTEND step gathers a bf16 workspace (True) or attends to the pages (False); None: the plan
         says (static).
       backend: of the attention; None is the router's choice (static).
+      batch_invariant: whether a row's result must not depend on the other rows (static).
       trace: whether to keep each layer's attention input and selection (static).
     """
 
@@ -63,6 +64,7 @@ class StepInputs:
     positions: jax.Array
     gathered: bool | None = static(default=None)
     backend: str | None = static(default=None)
+    batch_invariant: bool = static(default=False)
     trace: bool = static(default=False)
 
 

@@ -136,6 +136,7 @@ def attend(
         index_scores=step.index_scores,
         selected=None if indexed or step.index_scores is not None else selected,
         backend=inputs.backend,
+        batch_invariant=inputs.batch_invariant,
     )
     return project_out(config, weights, out.astype(x.dtype)), cache, selected
 

@@ -133,6 +133,7 @@ def attend(
         ratio=ratio,
         index_scores=step.index_scores,
         backend=inputs.backend,
+        batch_invariant=inputs.batch_invariant,
     )
     return _project_out(config, ratio, weights, out.astype(x.dtype), inputs.positions), cache, selected
 

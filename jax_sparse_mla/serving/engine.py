@@ -7,8 +7,10 @@ import collections
 import dataclasses
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jax_sparse_mla import activity
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import kept_programs
+from jax_sparse_mla.serving.memory import check_memory, size_of
 from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.native import begin_to_load
 from jax_sparse_mla.serving.request import Request
@@ -37,6 +40,10 @@ from jax_sparse_mla.serving.step import Program, Result, State, copy_states, new
 # Steps that are started before the tokens of one are read. With one, a GPU waits whenever the host is late by as little
 # as a step takes; a request that ends by a token of its own has so many steps more, whose results are dropped.
 STEPS_AHEAD = 2
+# The rows of the smallest program that reads prompts; larger ones are powers of two, and `chunk_size`.
+SMALLEST_CHUNK = 16
+
+DROPPED = "a step of the engine was interrupted or failed, and all of its requests were dropped"
 
 _copy_states = jax.jit(copy_states, donate_argnums=0)
 
@@ -76,13 +83,15 @@ class Engine:
     """Serves requests on one device.
 
     `submit` and `step` are for a server's loop, `run` serves a list. They are not thread-safe: a server calls them from
-    one thread.
+    one thread. An exception within a step, KeyboardInterrupt included, drops all requests; the engine can go on with
+    others then. What a callback raises, `on_token` or `on_step`, is none.
 
     Args:
       model, params, options: the served model; see `EngineOptions`.
 
     Raises:
-      ValueError: drafts or reuse of prefixes for a model whose layers carry states (`Model.is_recurrent`).
+      ValueError: drafts or reuse of prefixes for a model whose layers carry states (`Model.is_recurrent`);
+        `batch_invariant` for one with pools of index keys; more caches than the device has room for.
 
     Attributes:
       scheduler: the requests, their pages, and counters of what happened.
@@ -110,6 +119,8 @@ class Engine:
         begin_to_load()
         self.model, self.options = model, options
         self.spec: ModelSpec = model.spec
+        if options.batch_invariant and self.spec.kind().pool > 1:
+            raise ValueError(f"batch_invariant serves no pools of index keys, which {self.spec.name} has")
         self.scheduler = self._new_scheduler()
         self.drafts, self.propose = options.speculative_steps, None
         self.accepted: collections.Counter[int] = collections.Counter()
@@ -123,6 +134,7 @@ class Engine:
         # The step before, and on the device the array of one that follows it.
         self._latest: tuple[Program, StepPlan, jax.Array | None] | None = None
         self._held: StepPlan | None = None  # waits for its program
+        self._in_step = self._in_abort = False  # also after an exception has left one in its middle
 
     @property
     def drafts(self) -> int:
@@ -150,8 +162,11 @@ class Engine:
 
     def wait(self) -> None:
         """Reads the tokens of all steps that run."""
+        self._refuse_within("wait", Engine._whole)
         while self._unread:
-            self._read()
+            _, error = self._whole(self._read)
+            if error is not None:
+                raise error
 
     def with_options(self, **changes: Any) -> Engine:
         """An engine of the same model with other options."""
@@ -166,6 +181,7 @@ class Engine:
 
         A CPU's compiler takes seconds for each layer: there a program loops over layers of the same kinds.
         """
+        check_memory("weights and caches need", size_of((params, jax.eval_shape(self._new_state, params))))
         device = jax.local_devices()[0]
         if device.platform == "cpu" and hasattr(self.model, "looped"):  # models of other projects may not loop
             params = self.model.looped(params)
@@ -197,7 +213,8 @@ class Engine:
     # Requests.
 
     def submit(self, request: Request) -> None:
-        """Takes a request, which steps serve; raises what `Scheduler.check` raises."""
+        """Takes a request, which steps serve; raises what `Scheduler.check` raises. A callback may call it."""
+        self._mend()
         self.scheduler.submit(request)
 
     def run(
@@ -209,7 +226,10 @@ class Engine:
 
         Raises:
           ValueError: one cannot be served. None has been served then.
+          RuntimeError: it was called from a callback.
         """
+        self._refuse_within("run", Engine._whole, Engine.run)
+        self._mend()
         requests = list(requests)
         check_all(self.scheduler, requests)
         self.trace = []
@@ -224,10 +244,13 @@ class Engine:
             raise
 
     def abort(self) -> None:
-        """Drops all requests; their outputs stay as far as they were read."""
+        """Drops all requests; their outputs stay as far as they were read. A callback may call it."""
+        self._mend()
+        self._in_abort = True
         self._unread.clear()
         self._latest = self._held = None
         self.scheduler.abort()
+        self._in_abort = False
 
     def step(self) -> StepPlan | None:
         """Starts the next step, and reads the tokens of the one that is `STEPS_AHEAD` before it.
@@ -237,10 +260,63 @@ class Engine:
 
         Returns the step whose tokens were read, None if none was.
 
-        Where a step fails on the device, all requests are dropped; it may have taken the caches along, which it was
-        given to write: make a new engine then. What an `on_token` raises is raised here when all tokens of the step
-        have been taken; its request is cancelled, and the others go on.
+        What an `on_token` raises is raised here when all tokens of the step have been taken; its request is cancelled,
+        and the others go on. Any other exception, an interrupt at any place or a step that fails on the device, drops
+        all requests and says so in their `error`. Their pages are free then, and the engine serves others.
+
+        Raises:
+          RuntimeError: it was called from an `on_token`.
         """
+        if self._in_step:
+            self._refuse_within("step", Engine._whole)
+        self._mend()
+        plan, error = self._whole(self._step)
+        if error is not None:
+            raise error
+        return plan
+
+    def _whole(self, part: Callable[[], tuple[StepPlan | None, BaseException | None]]):
+        """Runs a part of a step. Where it is left in its middle, nothing of it is kept."""
+        try:
+            self._in_step = True
+            result = part()
+            if self._in_abort:  # which a callback began
+                self._recover()
+            self._in_step = False
+        except BaseException:
+            self._recover()
+            raise
+        return result
+
+    def _refuse_within(self, name: str, *callers: Callable) -> None:
+        if self._is_within(sys._getframe(2), *callers):
+            raise RuntimeError(f"Engine.{name} was called from a callback of the same engine: call it between steps")
+
+    def _is_within(self, frame: FrameType | None, *methods: Callable) -> bool:
+        """Whether one of the methods has called the frame. An exception may have left any flag as it was."""
+        codes = [method.__code__ for method in methods]
+        while frame is not None and not (frame.f_code in codes and frame.f_locals["self"] is self):
+            frame = frame.f_back
+        return frame is not None
+
+    def _mend(self) -> None:
+        """Drops what an exception has left in the middle of a step or of an abort."""
+        if (self._in_step or self._in_abort) and not self._is_within(sys._getframe(1), Engine._whole):
+            self._recover()
+
+    def _recover(self) -> None:
+        """Drops all requests, whatever state they and the tables are in; may itself be interrupted and begun again."""
+        self._in_step = True
+        self._unread.clear()
+        self._latest = self._held = None
+        self.scheduler.reset(DROPPED)
+        if not _is_sound(self.state):
+            self.state = None  # not beside the new one
+            self.state, self.params = self._place(self.params)
+        self._in_step = self._in_abort = False
+
+    def _step(self) -> tuple[StepPlan | None, BaseException | None]:
+        """The step that was read, and what a callback raised."""
         # It has decoded plainly until now, or the host must know how many drafts were accepted.
         if self._unread and (self.drafts or self._unread[-1][0].drafts):
             return self._read()
@@ -250,14 +326,10 @@ class Engine:
             if self._unread and key not in self._programs:
                 self._held = plan
                 return self._read()
-            try:
-                self._start(plan, key)
-            except BaseException:  # its positions count as computed, and the caches may be gone
-                self.abort()
-                raise
+            self._start(plan, key)
         # Where it drafts, the next round begins where this one ends: the host must know first.
         running = STEPS_AHEAD if plan is not None and not (self.drafts or plan.drafts) else 0
-        return self._read() if len(self._unread) > running else None
+        return self._read() if len(self._unread) > running else (None, None)
 
     @property
     def idle(self) -> bool:
@@ -283,12 +355,13 @@ class Engine:
             plan.compile_seconds = time.perf_counter() - start
             self.compile_seconds += plan.compile_seconds
         program, call = self._programs[key]
-        if (packed := self._counted_on(program, plan)) is None:
-            packed = self._pack(program, plan)
-        plan.started = time.perf_counter()
-        self.state, result, following, layers, logits = call(self.params, self.state, packed)
+        with jax.transfer_guard("allow"):  # `device_put` of the array would cost the host as much as the call
+            if (packed := self._counted_on(program, plan)) is None:
+                packed = self._pack(program, plan)
+            plan.started = time.perf_counter()
+            self.state, result, following, layers, logits = call(self.params, self.state, packed)
+            result.copy_to_host_async()
         self._latest = program, plan, following
-        result.copy_to_host_async()
         self._unread.append((plan, program, result))
         if plan.kept:
             self._copy_states(plan.kept)
@@ -315,28 +388,24 @@ class Engine:
             positions=plan.positions(),
         )
 
-    def _read(self) -> StepPlan:
-        """Waits for the oldest step that runs, and takes its tokens."""
+    def _read(self) -> tuple[StepPlan, BaseException | None]:
+        """Waits for the oldest step that runs, and takes its tokens. Returns it, and what a callback raised."""
         plan, program, packed = self._unread.popleft()
-        try:
-            result = self._unpack(program, plan, np.asarray(packed))
-            plan.arrived = time.perf_counter()
-            if result.overflow:
-                raise RuntimeError(f"a step of {plan.mode} overflowed its bucket of {program.max_seq_len} tokens")
-        except BaseException:
-            self.abort()
-            raise
+        with jax.transfer_guard("allow"):
+            packed = np.asarray(packed)
+        result = self._unpack(program, plan, packed)
+        plan.arrived = time.perf_counter()
+        if result.overflow:
+            raise RuntimeError(f"a step of {plan.mode} overflowed its bucket of {program.max_seq_len} tokens")
         before = [len(request.output) for request in plan.requests]
         ends = (result.accepted + 1).tolist()
         tokens = [row[:end] for row, end in zip(result.tokens.tolist(), ends)]
         margins = [row[:end] for row, end in zip(result.margins.tolist(), ends)]
-        try:
-            self.scheduler.complete(plan, tokens, margins)
-        finally:  # a callback may raise
-            if plan.mode is ForwardMode.TARGET_VERIFY:
-                kept = (len(request.output) - start - 1 for request, start in zip(plan.requests, before))
-                self.accepted.update(count for count in kept if count >= 0)
-        return plan
+        _, error = self.scheduler.take(plan, tokens, margins)
+        if plan.mode is ForwardMode.TARGET_VERIFY:
+            kept = (len(request.output) - start - 1 for request, start in zip(plan.requests, before))
+            self.accepted.update(count for count in kept if count >= 0)
+        return plan, error
 
     def _unpack(self, program: Program, plan: StepPlan, packed: np.ndarray) -> Result:
         return unpack_result(program, packed)
@@ -349,7 +418,7 @@ class Engine:
     def _copy_states(self, pairs: list[tuple[int, int]]) -> None:
         caches = self.state.caches
         for pair in pairs:  # one at a time: their number would select a compilation
-            caches = _copy_states(caches, np.array([pair], np.int32))
+            caches = _copy_states(caches, jax.device_put(np.array([pair], np.int32)))
         self.state = dataclasses.replace(self.state, caches=caches)
 
     # Programs.
@@ -359,11 +428,15 @@ class Engine:
         options, page = self.options, self.spec.page_size
         drawn = [request.sampling.top_p for request in plan.requests if request.sampling.temperature > 0]
         choice = Choice.GREEDY if not drawn else Choice.DRAW if min(drawn) >= 1 else Choice.TOP_P
+        choice = Choice.TOP_P if options.batch_invariant else choice  # who else is served selects no program
         if plan.mode is ForwardMode.EXTEND:
-            requests, rows = options.max_batch, options.chunk_size
+            least = options.chunk_size if options.batch_invariant else SMALLEST_CHUNK
+            rows = min(max(least, power_of_two(plan.num_tokens)), options.chunk_size)
+            requests = options.max_batch
             changes = requests + -(-rows // page)
         else:
-            requests = min(power_of_two(len(plan.requests)), options.max_batch)
+            least = options.max_batch if options.batch_invariant else 1
+            requests = min(max(least, power_of_two(len(plan.requests))), options.max_batch)
             rows, changes = requests * (plan.drafts + 1), requests * (1 + -(-plan.drafts // page))
         if len(plan.mapped) > changes:  # a long prefix that is reused
             changes = power_of_two(len(plan.mapped))
@@ -382,6 +455,7 @@ class Engine:
             choice=choice,
             gathered=self.prefill_backend == GATHERED,
             backend=self.options.backend,
+            batch_invariant=self.options.batch_invariant,
             trace=self.options.trace,
             logits=self.options.trace,
         )
@@ -408,6 +482,15 @@ def _compiler_options(mode: ForwardMode) -> dict[str, int]:
     first choice is as fast (the first token of 8,192 of V4-Flash's slice on an H200: 198.4 ms without, 198.8 with)."""
     searches = "xla_gpu_autotune_level" in os.environ.get("XLA_FLAGS", "") or jax.default_backend() != "gpu"
     return {} if searches or mode is not ForwardMode.EXTEND else {"xla_gpu_autotune_level": 0}
+
+
+def _is_sound(state: State | None) -> bool:
+    """Whether the state is there: a step that failed, or did not give it back, has taken it along."""
+    try:
+        jax.block_until_ready(state)
+    except Exception:
+        return False
+    return state is not None
 
 
 # Compiled programs, and what attends in them; engines of the same shapes share them.

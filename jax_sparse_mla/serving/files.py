@@ -33,6 +33,7 @@ DTYPES = {
     "I8": np.int8,
 }
 _LARGEST = 2**48  # bytes, or values of a dimension
+_LONGEST_TEXT = 100_000_000  # bytes of a JSON file or a header, as safetensors has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +47,11 @@ class Unread:
 
 @contextlib.contextmanager
 def named(source: object) -> Iterator[None]:
-    """Puts a file's name before the message of a ValueError; nesting that is too deep is one, too."""
+    """Puts a file's name before the message of a ValueError; nesting that is too deep and what the system says are
+    one, too."""
     try:
         yield
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise ValueError(f"{source}: {error}") from error
 
 
@@ -81,7 +83,17 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object of a file of the folder."""
     path = path_in(folder, name)
     with named(path):
-        return _json_object(path.read_bytes())
+        return _json_object(_text_of(path))
+
+
+def _text_of(path: Path) -> bytes:
+    _check_length(path.stat().st_size)
+    return path.read_bytes()
+
+
+def _check_length(length: int) -> None:
+    if length > _LONGEST_TEXT:
+        raise ValueError(f"must have at most {_LONGEST_TEXT} bytes of JSON, got {length}")
 
 
 def _json_object(data: bytes, *, unique: bool = False) -> dict[str, Any]:
@@ -130,7 +142,7 @@ def map_folder(folder: Path) -> dict[str, Any]:
 def _weight_map(folder: Path) -> dict[str, str]:
     path = path_in(folder, INDEX)
     with named(path):
-        table = _json_object(path.read_bytes(), unique=True).get("weight_map")
+        table = _json_object(_text_of(path), unique=True).get("weight_map")
         if not isinstance(table, dict) or not table or not all(isinstance(file, str) for file in table.values()):
             raise ValueError("weight_map must be a table of tensors' names and the files that have them")
         for file in table.values():
@@ -152,6 +164,7 @@ def map_file(path: Path) -> dict[str, Any]:
             pointer = ", but a Git LFS pointer" if data[:8].tobytes() == b"version " else ""
             raise ValueError(f"no safetensors file{pointer}: its header would be longer than the file")
         with named("no safetensors file by its header"):
+            _check_length(start - 8)
             header = _json_object(data[8:start].tobytes(), unique=True)
             header.pop("__metadata__", None)
             _check_header(header)

@@ -114,6 +114,7 @@ def attend(
         index_ape=params.index_ape,
         index_scores=step.index_scores,
         backend=inputs.backend,
+        batch_invariant=inputs.batch_invariant,
     )
     return deepseek_v32.project_out(config, weights, out.astype(x.dtype)), cache, selected
 

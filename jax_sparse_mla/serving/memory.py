@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
 
 
+def host_memory() -> int:
+    """Bytes of the machine, or fewer where the process is in a container with a limit."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of the second and the first version of cgroups
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    return min(sizes)
+
+
 def device_memory() -> int:
-    """Bytes that JAX may take of its device, or of the machine for a CPU."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that JAX may take of its default device, or of the host for a CPU."""
+    default = jax.config.jax_default_device
+    device = default if isinstance(default, jax.Device) else jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit") or host_memory()
 
 
 class NotEnoughMemory(ValueError):
-    """Arrays do not fit the device."""
+    """Arrays do not fit the device, or the host."""
 
 
 def check_memory(what: str, needed: int) -> None:
     """Refuses a need that is larger than the device with a ValueError that names both sizes."""
-    if needed > (limit := device_memory()):
-        raise NotEnoughMemory(f"does not fit: {what} {needed / 2**30:.1f} GiB, the device has {limit / 2**30:.1f} GiB")
+    _check(what, needed, "device", device_memory())
+
+
+def check_host_memory(what: str, needed: int) -> None:
+    """As `check_memory`, for what the host holds."""
+    _check(what, needed, "host", host_memory())
+
+
+def _check(what: str, needed: int, where: str, limit: int) -> None:
+    if needed > limit:
+        raise NotEnoughMemory(f"does not fit: {what} {needed / 2**30:.1f} GiB, the {where} has {limit / 2**30:.1f} GiB")
 
 
 def size_of(arrays: Any) -> int:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax_sparse_mla.layers import V4LayerParams
 from jax_sparse_mla.serving.checkpoint import init_params
 from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.memory import bytes_of_a_device, check_memory, size_of
 from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.params import LayerWeights
 from jax_sparse_mla.serving.request import Request
@@ -231,6 +232,11 @@ class Schedulers:
             share.abort()
         self._plans = [None] * len(self.shares)
 
+    def reset(self, error: str) -> None:
+        for share in self.shares:
+            share.reset(error)
+        self._plans = [None] * len(self.shares)
+
     def plan(self, drafts: int = 0) -> JointPlan | None:
         # A step has one number of drafts, which may have been changed since a plan that waits was made.
         drafts = next((plan.drafts for plan in self._plans if plan and plan.drafts), drafts)
@@ -243,22 +249,22 @@ class Schedulers:
         self._plans = [None if taken else plan for plan, taken in zip(plans, now)]
         return JointPlan.of(now)
 
-    def complete(
+    complete = Scheduler.complete
+
+    def take(
         self, plan: JointPlan, tokens: Sequence[Sequence[int]], margins: Sequence[Sequence[float]]
-    ) -> list[Request]:
+    ) -> tuple[list[Request], BaseException | None]:
+        """What an `on_token` of one share raised keeps the others from no token."""
         finished, start, failed = [], 0, None
         for share, part in zip(self.shares, plan.parts):
             if part is None:
                 continue
             end = start + len(part.requests)
-            try:
-                finished += share.complete(part, tokens[start:end], margins[start:end])
-            except BaseException as error:  # an `on_token` raised: the other shares take their tokens all the same
-                failed = failed or error
+            of_share, error = share.take(part, tokens[start:end], margins[start:end])
+            finished += of_share
+            failed = failed or error
             start = end
-        if failed is not None:
-            raise failed
-        return finished
+        return finished, failed
 
 
 class MeshEngine(Engine):
@@ -289,6 +295,8 @@ class MeshEngine(Engine):
 
     def _place(self, params: Params) -> tuple[State, Params]:
         new_state = functools.partial(self._new_state, params)  # which reads their dtype only
+        needed = bytes_of_a_device(params) + size_of(jax.eval_shape(new_state))
+        check_memory("weights and caches of a device need", needed)
         new_state = jax.shard_map(new_state, mesh=self.mesh, in_specs=(), out_specs=P(REQUESTS))
         return jax.jit(new_state)(), params
 
@@ -333,9 +341,10 @@ class MeshEngine(Engine):
         return jax.jit(on_all, donate_argnums=1)
 
     def _copy_states(self, pairs: list[tuple[tuple[int, int], ...]]) -> None:
-        caches = self.state.caches
+        caches, sharding = self.state.caches, NamedSharding(self.mesh, P(REQUESTS))
         for of_shares in pairs:
-            caches = _copy_on_all(caches, np.array(of_shares, np.int32), mesh=self.mesh)
+            of_shares = jax.device_put(np.array(of_shares, np.int32), sharding)
+            caches = _copy_on_all(caches, of_shares, mesh=self.mesh)
         self.state = dataclasses.replace(self.state, caches=caches)
 
 

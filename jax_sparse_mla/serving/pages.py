@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jax_sparse_mla.serving.memory import NotEnoughMemory, check_host_memory
+
 
 class OutOfPages(RuntimeError):
     """No page is left. Nothing has changed."""
@@ -93,6 +95,9 @@ class RequestPool:
       num_pages: pages of the full pool, page 0 included; by default enough for every request.
       num_swa_pages: of the window's pool; by default as many.
 
+    Raises:
+      ValueError: the host's memory is too small for them.
+
     Attributes:
       req_to_token: int32 `[max_requests, max_len]`, full-pool slots; −1 where unmapped.
       full_to_swa: int32 `[pool + 1]`, sliding-window slots; −1 where unmapped, and in the last entry.
@@ -116,6 +121,11 @@ class RequestPool:
         pages_per_request = -(-max_len // page_size)
         self.num_pages = num_pages or 1 + max_requests * pages_per_request
         self.num_swa_pages = num_swa_pages or self.num_pages  # enough for a whole prompt in one chunk
+        slots = page_size * max(max_requests * pages_per_request, self.num_pages, self.num_swa_pages)
+        tables = f"tables for {max_requests} requests of up to {max_len} tokens"
+        check_host_memory(f"{tables} need", 8 * slots + 128 * (self.num_pages + self.num_swa_pages))
+        if slots >= 2**31:
+            raise NotEnoughMemory(f"{tables} have {slots} slots, more than an int32 counts")
         self.req_to_token = np.full((max_requests, pages_per_request * page_size), -1, np.int32)
         self.full_to_swa = np.full(self.num_pages * page_size + 1, -1, np.int32)
         self.full_to_swa[0] = 0  # padding rows write to slot 0 of either pool

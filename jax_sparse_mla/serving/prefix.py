@@ -98,9 +98,14 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forgets everything; idle pages become free."""
-        for page in list(self._digests):
-            self._forget(page)
-            self._pool.pages.drop(page)
+        self.forget(list(self._digests))
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Makes pages unknown; those that nobody uses become free."""
+        for page in pages:
+            if page in self._digests:
+                self._forget(page)
+                self._pool.pages.drop(page)
 
     def _forget(self, page: int) -> None:
         digest = self._digests.pop(page)

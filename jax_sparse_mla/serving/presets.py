@@ -154,7 +154,7 @@ def load_tokenizer(folder: str, vocab_size: int):
     except ImportError as error:
         raise ValueError(f"the tokenizer of {folder} needs transformers: install the extra [hf] ({error})") from error
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # else it asks the user
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"transformers does not load the tokenizer of {folder}: {reason}") from error

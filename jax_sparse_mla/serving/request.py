@@ -69,6 +69,7 @@ class Request:
       forced: tokens that it takes instead of its own choices, for comparisons; choices follow when they are used up.
       on_token: called with the request and each token as it is read.
       cancelled: set by `cancel`; the engine then drops the request before its next step.
+      error: why the engine ended the request before its time: its logits were not finite, or a step failed. None else.
 
     Raises:
       TypeError: tokens that are not sequences of integers, `max_new_tokens` that is no integer, no Sampling.
@@ -85,6 +86,7 @@ class Request:
     forced: tuple[int, ...] = ()
     on_token: Callable[[Request, int], None] | None = None
     cancelled: bool = False
+    error: str | None = None
     # The scheduler's own.
     submitted: bool = dataclasses.field(default=False, init=False, repr=False)
     unread: int = dataclasses.field(default=0, repr=False)  # tokens that running steps choose
@@ -122,7 +124,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        if self.cancelled or len(self.output) >= self.max_new_tokens:
+        if self.cancelled or self.error is not None or len(self.output) >= self.max_new_tokens:
             return True
         return bool(self.eos_token_ids) and bool(self.output) and self.output[-1] in self.eos_token_ids
 
@@ -131,10 +133,18 @@ class Request:
         self.cancelled = True
 
     def append(self, token: int, margin: float) -> None:
-        """Takes the next token, or the forced one in its place."""
+        """Takes the next token, or the forced one in its place, and calls `on_token` with it."""
+        self.take(token, margin)
+        self.tell()
+
+    def take(self, token: int, margin: float) -> None:
+        """As `append`, but calls nobody."""
         if len(self.output) < len(self.forced):
             token = self.forced[len(self.output)]
-        self.output.append(token)
         self.margins.append(margin)
+        self.output.append(token)
+
+    def tell(self) -> None:
+        """Calls `on_token` with the last token."""
         if self.on_token is not None:
-            self.on_token(self, token)
+            self.on_token(self, self.output[-1])

@@ -3,8 +3,9 @@
 An engine repeats: `plan()` a step, run it, and `complete()` it with the tokens that it chose. A step may be planned
 before those before it have been completed: their tokens are then still on the device, and −1 stands for them.
 
-Prompts are read before any request decodes, in chunks. Where pages run out, new requests wait, and running ones are
-preempted, the latest first: their pages are given back, and their tokens are read again once there is room.
+Prompts are read in chunks. Where some requests have prompt left and others decode, steps of both kinds take turns.
+Where pages run out, new requests wait, and running ones are preempted, the latest first: their pages are given back,
+and their tokens are read again once there is room.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import operator
 from collections.abc import Sequence
 
@@ -20,64 +22,18 @@ import numpy as np
 from jax_sparse_mla.layers import gathers
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode
 from jax_sparse_mla.models import ModelSpec
+from jax_sparse_mla.serving.options import GATHERED, PAGED, EngineOptions
 from jax_sparse_mla.serving.pages import OutOfPages, RequestPool
 from jax_sparse_mla.serving.prefix import Match, PrefixCache, page_digests
 from jax_sparse_mla.serving.request import Request
 
-GATHERED, PAGED = PREFILL_BACKENDS = ("flashmla_sparse", "flashmla_kv")
 # The smallest width of a step's page tables, in tokens; wider ones are powers of two.
 SMALLEST_BUCKET = 4096
 
+# `Request.error` of a request whose step made logits that are not finite.
+NOT_FINITE = "the model's logits are not finite: a weight or a cached key is NaN or too large"
+
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineOptions:
-    """Options of an engine.
-
-    Attributes:
-      bf16_cache: whether the caches are bfloat16 instead of FP8.
-      prefill_backend: "flashmla_sparse" gathers a workspace, "flashmla_kv" attends to the pages; None: as planned.
-      chunk_size: query rows of a prefill step.
-      max_batch: requests served at once.
-      max_len: tokens of the longest request, its output included.
-      seed: of the page order.
-      trace: whether to keep the steps of the latest run, for comparisons.
-      speculative_steps: the most draft tokens of a step for which the caches have room.
-      backend: the attention backend's name; None takes the router's choice for each call.
-      num_pages: pages of the full pool; None has enough for `max_batch` requests of `max_len`.
-      reuse_points: prefix reuse, 0 is off: with a window the number of states that are kept, else any number is on.
-
-    Raises:
-      TypeError: a count that is no integer. ValueError: an unknown prefill backend, or a count below its least.
-    """
-
-    bf16_cache: bool = False
-    prefill_backend: str | None = None
-    chunk_size: int = 1024
-    max_batch: int = 8
-    max_len: int = 4096
-    seed: int = 0
-    trace: bool = False
-    speculative_steps: int = 0
-    backend: str | None = None
-    num_pages: int | None = None
-    reuse_points: int = 0
-
-    def __post_init__(self):
-        if self.prefill_backend not in (None, *PREFILL_BACKENDS):
-            raise ValueError(
-                f"prefill_backend must be one of {', '.join(PREFILL_BACKENDS)}, got {self.prefill_backend!r}"
-            )
-        leasts = {"chunk_size": 1, "max_batch": 1, "max_len": 2, "speculative_steps": 0, "reuse_points": 0}
-        if self.num_pages is not None:
-            leasts["num_pages"] = 2  # page 0 is that of padding
-        for name, least in leasts.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 @dataclasses.dataclass
@@ -158,6 +114,7 @@ class Counters:
 
     finished: int = 0  # requests
     cancelled: int = 0  # requests
+    failed: int = 0  # requests that ended with a `Request.error`
     queued: int = 0  # requests that had a row but no pages when they could have begun
     preempted: int = 0  # times that a running request gave its pages back
     reused: int = 0  # prompt tokens that were not computed, because others had read them
@@ -176,8 +133,14 @@ class Scheduler:
     """
 
     def __init__(self, spec: ModelSpec, options: EngineOptions, vocab_size: int, *, reuse: bool = False):
-        self.spec, self.options, self.vocab_size = spec, options, vocab_size
-        self.pool = RequestPool(
+        self.spec, self.options, self.vocab_size, self.reuse = spec, options, vocab_size, reuse
+        self.counters = Counters()
+        self.pool = self._new_pool()
+        self._begin()
+
+    def _new_pool(self) -> RequestPool:
+        spec, options = self.spec, self.options
+        return RequestPool(
             max_requests=options.max_batch,
             max_len=options.max_len + options.speculative_steps,  # a request's last drafts may pass its end
             page_size=spec.page_size,
@@ -186,13 +149,17 @@ class Scheduler:
             num_pages=options.num_pages,
             num_swa_pages=self._window_pages() if spec.windowed else None,
         )
+
+    def _begin(self) -> None:
+        """Serves no requests, with a pool that has none."""
+        spec, options = self.spec, self.options
         # Rows of carried states behind those of the requests.
         rows = range(options.max_batch, options.max_batch + options.reuse_points) if spec.windowed else ()
-        self.prefixes = PrefixCache(self.pool, rows) if reuse and options.reuse_points else None
+        self.prefixes = PrefixCache(self.pool, rows) if self.reuse and options.reuse_points else None
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []
-        self.counters = Counters()
         self._unread_steps = 0
+        self._read_last = False  # whether the latest step read prompts
         self._restored: list[tuple[int, int]] = []
         self._held_back: Request | None = None  # which has been counted as queued
 
@@ -214,7 +181,7 @@ class Scheduler:
         prompt, new = request.prompt, request.max_new_tokens
         if request.submitted:
             raise ValueError(f"{name} has been submitted before: make a Request for each time that it is served")
-        if request.row is None and (request.output or request.computed):
+        if request.error is not None or (request.row is None and (request.output or request.computed)):
             raise ValueError(f"{name} has been served before")
         if not prompt or new < 1:
             raise ValueError(f"{name} must have at least one token and ask for one, got {len(prompt)} and {new}")
@@ -232,6 +199,8 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Takes a new request, or one that is in the tables already (a hand-over); raises what `check` raises."""
         self.check(request)
+        if request.row is not None and self._pages_for(request.computed) > len(self.pool.pages_of(request.row)):
+            raise ValueError("the request's pages are not kept any more: import it again")
         request.submitted = True
         if request.row is None:
             self.waiting.append(request)
@@ -257,28 +226,53 @@ class Scheduler:
             self.prefixes.clear()
         self._unread_steps = 0
 
+    def reset(self, error: str) -> None:
+        """Drops all requests, in whatever state an exception has left the tables: these begin anew.
+
+        Each request that is not finished has `error` then. It may be called again if it was interrupted.
+        """
+        for request in (*self.running, *self.waiting):
+            if not request.finished:
+                request.error = error
+                self.counters.failed += 1
+            del request.margins[len(request.output) :]  # of a token that was just coming
+            request.submitted, request.row, request.unread, request.digests = False, None, 0, None
+        vars(self.pool).update(vars(self._new_pool()))  # the same object, for whoever holds it
+        self._begin()
+
     # Steps.
 
     def plan(self, drafts: int = 0) -> StepPlan | None:
         """The next step; None if there is nothing to run until a step that runs is completed, or a request comes.
 
-        A step that would decode becomes a TARGET_VERIFY step of so many drafts for each request.
+        Steps that read prompts and steps that decode take turns where there are both. A step that would decode becomes
+        a TARGET_VERIFY step of so many drafts for each request.
         """
         self._drop_cancelled()
         self._trim()
         self._admit()
-        prefill = [r for r in self.running if r.in_prefill]
-        if prefill:
-            mode, wanted = ForwardMode.EXTEND, self._chunks(prefill)
-        else:
-            mode, count = (ForwardMode.TARGET_VERIFY, drafts + 1) if drafts else (ForwardMode.DECODE, 1)
-            wanted = [(r, count) for r in self.running if len(r.output) + r.unread < r.max_new_tokens]
-        served = self._with_pages(wanted)
-        if not served:
-            if not self._unread_steps and not self.idle:
+        while True:
+            running = len(self.running)
+            mode, wanted = self._wanted(drafts)
+            if served := self._with_pages(wanted):
+                return self._new_plan(mode, served)
+            if self._unread_steps or self.idle:
+                return None
+            if len(self.running) == running:  # else those that it would have served are preempted: serve others
                 raise RuntimeError("the scheduler has requests, but no step for them")
-            return None
-        return self._new_plan(mode, served)
+
+    def _wanted(self, drafts: int) -> tuple[ForwardMode, list[tuple[Request, int]]]:
+        """The mode of the next step, and so many positions of each request.
+
+        After a step that read prompts, those that can decode do so: a prompt, and prompts without end, hold nobody up
+        for longer than a chunk.
+        """
+        mode, count = (ForwardMode.TARGET_VERIFY, drafts + 1) if drafts else (ForwardMode.DECODE, 1)
+        ready = [r for r in self.running if not r.in_prefill and len(r.output) + r.unread < r.max_new_tokens]
+        prefill = [r for r in self.running if r.in_prefill]
+        if prefill and not (ready and self._read_last):
+            return ForwardMode.EXTEND, self._chunks(prefill)
+        return mode, [(request, count) for request in ready]
 
     def complete(
         self, plan: StepPlan, tokens: Sequence[Sequence[int]], margins: Sequence[Sequence[float]]
@@ -292,9 +286,20 @@ class Scheduler:
 
         Returns the requests that the step finished; their rows and pages are free again.
 
+        A NaN margin says that the token's logits are not finite: it ends the request with an error.
+
         Raises:
           BaseException: the first that an `on_token` raised, once all tokens are taken; its request is cancelled.
         """
+        finished, failed = self.take(plan, tokens, margins)
+        if failed is not None:
+            raise failed
+        return finished
+
+    def take(
+        self, plan: StepPlan, tokens: Sequence[Sequence[int]], margins: Sequence[Sequence[float]]
+    ) -> tuple[list[Request], BaseException | None]:
+        """As `complete`, but returns what an `on_token` raised. What it raises itself has left tables unfinished."""
         self._unread_steps = max(0, self._unread_steps - 1)  # a callback of another share may have dropped all
         verify, finished, failed = plan.mode is ForwardMode.TARGET_VERIFY, [], None
         for i, request in enumerate(plan.requests):
@@ -305,8 +310,12 @@ class Scheduler:
                 continue
             start = len(request.output)
             for token, margin in zip(tokens[i], margins[i]):
+                if math.isnan(margin):
+                    self._fail(request)
+                    break
+                request.take(token, margin)
                 try:
-                    request.append(token, margin)
+                    request.tell()
                 except BaseException as error:
                     request.cancel()
                     failed = failed or error
@@ -321,11 +330,18 @@ class Scheduler:
             if request.finished:
                 finished.append(request)
                 self._close(request)
-                self.counters.cancelled += request.cancelled
-                self.counters.finished += not request.cancelled
-        if failed is not None:
-            raise failed
-        return finished
+                if request.error is None:
+                    self.counters.cancelled += request.cancelled
+                    self.counters.finished += not request.cancelled
+        return finished, failed
+
+    def _fail(self, request: Request) -> None:
+        """Ends a request whose logits are not finite; nobody shall reuse what it has cached."""
+        request.error = NOT_FINITE
+        self.counters.failed += 1
+        log.error("a request of %d tokens ends: %s", len(request.tokens), NOT_FINITE)
+        if self.prefixes:
+            self.prefixes.forget(self.pool.pages_of(request.row))
 
     def _trim(self) -> None:
         for request in self.running:
@@ -366,7 +382,8 @@ class Scheduler:
             request.computed, request.cuts = 0, ()
             if match:
                 self._adopt(request, match)
-            self.running.append(self.waiting.popleft())
+            self.running.append(request)  # before it leaves the other: an interrupt must find it
+            self.waiting.popleft()
 
     def _adopt(self, request: Request, match: Match) -> None:
         page = self.spec.page_size
@@ -381,7 +398,7 @@ class Scheduler:
 
     def _chunks(self, prefill: list[Request]) -> list[tuple[Request, int]]:
         wanted, budget = [], self.options.chunk_size
-        for request in prefill:
+        for request in prefill[:1] if self.options.batch_invariant else prefill:
             end = min((cut for cut in request.cuts if cut > request.computed), default=request.prefill_len)
             count = min(end - request.computed, budget)
             if count:
@@ -410,9 +427,9 @@ class Scheduler:
         return served
 
     def _preempt(self, request: Request) -> None:
+        self.waiting.appendleft(request)
         self._close(request)
         request.computed, request.reread = 0, len(request.tokens)
-        self.waiting.appendleft(request)
         self.counters.preempted += 1
         log.warning("out of pages: a request of %d tokens is preempted, %d run",
                     len(request.tokens), len(self.running))  # fmt: skip
@@ -435,6 +452,7 @@ class Scheduler:
             request.unread += samples[-1]
         restored, self._restored = self._restored, []
         self._unread_steps += 1
+        self._read_last = mode is ForwardMode.EXTEND
         return StepPlan(
             mode=mode,
             requests=requests,
@@ -478,6 +496,8 @@ class Scheduler:
 
     def _bucket(self, max_len: int) -> int:
         """The table width for `max_len` tokens: a power of two, so that few widths compile."""
+        if self.options.batch_invariant:
+            return self.pool.req_to_token.shape[1]
         return min(max(SMALLEST_BUCKET, power_of_two(max_len)), self.pool.req_to_token.shape[1])
 
 

@@ -52,6 +52,7 @@ class Program:
     # As in `StepInputs`.
     gathered: bool | None = None
     backend: str | None = None
+    batch_invariant: bool = False
     trace: bool = False
     logits: bool = False  # whether to return the logits that tokens were chosen from
 
@@ -144,7 +145,7 @@ class Result:
     """Results of a step for the host."""
 
     tokens: np.ndarray  # int32 `[requests, drafts + 1]`
-    margins: np.ndarray  # float32 `[requests, drafts + 1]`
+    margins: np.ndarray  # float32 `[requests, drafts + 1]`; NaN where logits are not finite
     accepted: np.ndarray  # int32 `[requests]`, the number of drafts that the model chose too
     overflow: bool  # whether a bucket was too small
 
@@ -166,6 +167,11 @@ def run_step(program: Program, params: Params, state: State, packed: jax.Array):
       The state, the packed `Result`, the array that `following` makes, the trace, and the logits; the last two are
       empty and None unless the program asks for them.
     """
+    with jax.numpy_rank_promotion("allow"):  # whatever the caller asks of programs of its own
+        return _run_step(program, params, state, packed)
+
+
+def _run_step(program: Program, params: Params, state: State, packed: jax.Array):
     parts = unpack(program, packed)
     num_table_rows = state.tables.req_to_token.shape[0]
     state = dataclasses.replace(state, tables=_map_pages(program, state.tables, parts["changes"]))
@@ -298,6 +304,7 @@ def _inputs(program: Program, state: State, batch: ForwardBatch, tokens, positio
         positions=jnp.where(live, positions, 0),
         gathered=program.gathered if batch.mode is ForwardMode.EXTEND else None,
         backend=program.backend,
+        batch_invariant=program.batch_invariant,
         trace=program.trace,
     )
 
@@ -327,11 +334,14 @@ def _slots(tables: RequestTables, rows: jax.Array, positions: jax.Array) -> jax.
 
 
 def _choose(program: Program, logits, positions, requests):
+    """Tokens and margins; the margin of logits that are not finite is NaN."""
     if program.choice is Choice.GREEDY:
-        return greedy(logits)
-    temperature, top_p = (lax.bitcast_convert_type(bits, jnp.float32) for bits in requests[4:6])
-    params = SamplingArrays(temperature=temperature, top_p=top_p, seed=requests[3])
-    return sample(logits, positions, params, cut=program.choice is Choice.TOP_P)
+        tokens, margins = greedy(logits)
+    else:
+        temperature, top_p = (lax.bitcast_convert_type(bits, jnp.float32) for bits in requests[4:6])
+        params = SamplingArrays(temperature=temperature, top_p=top_p, seed=requests[3])
+        tokens, margins = sample(logits, positions, params, cut=program.choice is Choice.TOP_P)
+    return tokens, jnp.where(jnp.isfinite(logits).all(-1), margins, jnp.nan)
 
 
 def _pack_result(chosen, margins, accepted, overflow) -> jax.Array:

@@ -157,8 +157,8 @@ template <int kTiles>
 __device__ __forceinline__ void multiply_rows(float (&scores)[32], uint32_t heads, uint32_t keys) {
 #pragma unroll
   for (int k = 0; k < kTiles * 4; k++)
-    sm90::multiply_64(scores, sm90::advance(sm90::by_rows(heads + k / 4 * kTile), k % 4 * 32),
-                      sm90::advance(sm90::by_rows(keys + k / 4 * kTile), k % 4 * 32), k > 0);
+    sm90::multiply<false>(scores, sm90::advance(sm90::by_rows(heads + k / 4 * kTile), k % 4 * 32),
+                          sm90::advance(sm90::by_rows(keys + k / 4 * kTile), k % 4 * 32), k > 0);
 }
 
 // sums += a b, or = where `add` is false. The product sums over the 64 rows of b and the columns of a, or the rows of a

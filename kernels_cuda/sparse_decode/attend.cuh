@@ -26,7 +26,7 @@ __device__ __forceinline__ void begin_scores(Shared<kFormat>& shared, Turn turn,
 #pragma unroll
   for (int i = 4 * kFirst; i < 4 * kLast; i++) {
     int bytes = i / 4 * kTileBytes + i % 4 * 32;
-    sm90::multiply_64(scores, sm90::advance(q, bytes), sm90::advance(k, bytes), i > 0);
+    sm90::multiply<false>(scores, sm90::advance(q, bytes), sm90::advance(k, bytes), i > 0);
   }
   sm90::commit_products();
 }

@@ -22,6 +22,7 @@ from triton_device import DEVICE, tensor
 from jax_sparse_mla.compressor import triton as kernels
 from jax_sparse_mla.compressor.api import compress_kv, compress_kv_reference
 from jax_sparse_mla.compressor.state import CompressorArrays, CompressorState
+from jax_sparse_mla.launch.describe import Launch
 
 pytestmark = [
     pytest.mark.torch,
@@ -88,6 +89,22 @@ def assert_compressed(got, want):
     np.testing.assert_allclose(entries, want, rtol=2.0**-7, atol=1e-5)
     unused = np.asarray(rows) < 0
     assert not entries[unused].any() and not np.signbit(entries[unused]).any()
+
+
+@pytest.mark.parametrize("most, idle_requests", [("ring", 3), ("step", 0)])
+def test_windows_that_begin_in_the_ring_and_end_in_the_step(monkeypatch, most, idle_requests):
+    """Both orders of blocks of 32 and of 8 tokens, for each way in which the step's tokens can begin in them."""
+    lengths = 1, 8, 9, 20, 31, 32, 33, 40, *[0] * idle_requests
+    arguments, static = compress_case(np.random.default_rng(14), 128, 16, lengths, dtype=ml_dtypes.bfloat16)
+    positions, req_rows, starts = arguments[4:7]
+    for request, length in enumerate(lengths):  # each completes its own window
+        rows = slice(starts[request], starts[request + 1])
+        positions[rows], req_rows[rows] = 128 * (request + 1) - length + np.arange(length), request
+    launched = []
+    monkeypatch.setattr(kernels, "Launch", lambda *fields: launched.append(Launch(*fields)) or launched[-1])
+    got = torch_compress(arguments, **static)
+    assert launched[0].constants["MOST"] == most and launched[0].constants["LOADED"] == 32
+    assert_compressed(got, plain_compress(CompressorArrays(*arguments), **static, norm_eps=1e-6))
 
 
 COMPRESS_SHAPES = [

@@ -355,6 +355,17 @@ def test_a_folder_is_served_without_torch(tmp_path, small_presets, capsys):
     assert len(generated(done.stdout)) == 2
 
 
+def test_requests_that_fail_are_said(capsys, monkeypatch):
+    """Nothing is compared then: their tokens are not those of a request that was served."""
+
+    def serve(self, engine, requests, *_):
+        requests[1].error = "the model's logits are not finite"
+
+    monkeypatch.setattr(setup.Setup, "serve", serve)
+    status, out, _ = run(capsys, "generate", "--preset", "v32", "--no-check", "--requests", "2", "--chunk-size", "16")
+    assert status == 1 and out.endswith("failed     1 of 2 requests: the model's logits are not finite\n")
+
+
 def test_text_is_streamed_by_whole_characters(capsys):
     from jax_sparse_mla.cli.progress import Stream
     from jax_sparse_mla.serving.request import Request

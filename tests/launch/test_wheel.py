@@ -83,8 +83,10 @@ def test_with_binaries_it_is_for_this_one_and_says_which_are_used(tree, tmp_path
 
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     code = """
-import importlib.metadata, json
+import importlib.metadata, json, sys
 from pathlib import Path
+import jax_sparse_mla
+assert "jax_sparse_mla.launch.build" not in sys.modules, "python -m jax_sparse_mla.launch.build would warn of it"
 from jax_sparse_mla.cli import main
 from jax_sparse_mla.launch import build, compile_cache
 main(["doctor"])

@@ -292,6 +292,12 @@ fault("compressor-overlap", "the halves A and B are exchanged", "slice(group * h
 fault = of("jax_sparse_mla/compressor/triton.py", "tests/compressor/test_triton_compressor.py")
 fault("triton-compressor-rope", "Triton compressor: an entry stands at its last token",
       "(last_position - (RATIO - 1)).to(tl.float32)", "last_position.to(tl.float32)")
+fault("triton-compressor-tail", "Triton compressor: tokens of the step before the last 8 are taken from the ring",
+      "if of_ring < window - UNROLL", "if of_ring < window - LOADED")
+fault("triton-compressor-last-block", "Triton compressor: a window's last block is left out in a step of decoding",
+      "tl.range(ring_end, window, UNROLL)", "tl.range(ring_end, window - UNROLL, UNROLL)")
+fault("triton-compressor-first-block", "Triton compressor: a window's first block is left out in a prompt's chunk",
+      "tl.range(0, step_begin, UNROLL)", "tl.range(UNROLL, step_begin, UNROLL)")
 
 # --- layers and models ------------------------------------------------------------------------------------------------
 fault = of("jax_sparse_mla/layers/write.py", "tests/layers/test_layer_write.py", "tests/layers/test_step.py")
@@ -399,8 +405,15 @@ fault("preemption-order", "the first request is preempted, not the last",
 fault("admission-reserved", "admission ignores what running prompts will need: requests preempt each other for ever",
       "reserved + needed + reused > self.pool.pages.available", "needed + reused > self.pool.pages.available")
 fault("admission-reread", "a preempted request comes back without a reserve",
-      "needed += len(self.running)", "needed += 0",
-      why="the model of admission sees it, but the random pools seldom leave so little room")
+      "needed += len(self.running)", "needed += 0")
+fault("turns-prompts-first", "nobody decodes while there is a prompt to read",
+      "if prefill and not (ready and self._read_last):", "if prefill:")
+fault("turns-prompts-last", "no prompt is read while somebody decodes",
+      "if prefill and not (ready and self._read_last):", "if prefill and not ready:")
+fault("invariant-chunks", "batch invariant steps read several prompts",
+      "prefill[:1] if self.options.batch_invariant else prefill", "prefill")
+fault("invariant-width", "batch invariant steps have page tables as wide as their longest request",
+      "        if self.options.batch_invariant:\n            return self.pool.req_to_token.shape[1]\n", "")
 fault("step-follows-mapped", "a step follows although pages were mapped",
       "            and not len(self.mapped)\n", "")
 fault("end-token-in-drafts", "an end token inside accepted drafts does not end the request",
@@ -415,6 +428,12 @@ fault("verify-computed", "after drafts a token counts as computed that is not",
 fault("states-before-the-step", "carried states are kept before the step that makes them",
       "            restored=restored,\n            kept=kept,\n",
       "            restored=restored + kept,\n            kept=[],\n")
+fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_engine_faults.py")
+fault("failed-not-ended", "a token of logits that are not finite is taken", "if math.isnan(margin):", "if False:")
+fault("failed-reused", "pages of a request whose logits were not finite are reused",
+      "            self.prefixes.forget(self.pool.pages_of(request.row))\n", "            pass\n")
+fault("interrupt-tables", "after an interrupt the tables go on as they are",
+      "        vars(self.pool).update(vars(self._new_pool()))", "        pass")
 fault = of("jax_sparse_mla/serving/step.py", "tests/serving/test_speculative.py")
 fault("draft-layer-position", "the draft layer's tokens stand a position too far",
       "drafted[-1], parts, i - 1)", "drafted[-1], parts, i)")
@@ -432,6 +451,26 @@ fault("engine-choice", "a request with a temperature is served greedily", "if re
 fault("engine-states-before", "carried states are kept before the step that makes them",
       "        if plan.restored:\n            self._copy_states(plan.restored)\n",
       "        self._copy_states(plan.restored + plan.kept)\n        plan.kept = []\n")
+fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_engine_faults.py")
+fault("interrupt-caches", "caches that a failed step took along are used", "if not _is_sound(self.state):", "if False:")
+fault("interrupt-stale", "what an interrupted step has left is taken for a step that runs",
+      "            self._recover()\n\n    def _recover", "            pass\n\n    def _recover")
+fault("callback-runs", "a callback runs steps within a step",
+      "        if self._is_within(sys._getframe(2), *callers):\n", "        if False:\n")
+fault("chunk-buckets", "every prompt is padded to the chunk",
+      "power_of_two(plan.num_tokens)), options.chunk_size)", "options.chunk_size), options.chunk_size)")
+fault("implicit-copy", "a step's array is copied implicitly",
+      'jax.transfer_guard("allow"):  # `device_put`', "activity.show(program.mode.value):  # `device_put`")
+fault = of("jax_sparse_mla/serving/step.py", "tests/serving/test_engine_faults.py")
+fault("rank-promotion", "steps depend on the caller's rank promotion", 'jax.numpy_rank_promotion("allow")',
+      "jax.named_scope(program.mode.value)")
+fault("not-finite", "logits that are not finite are not seen",
+      "jnp.where(jnp.isfinite(logits).all(-1), margins, jnp.nan)", "jnp.nan_to_num(margins)")
+fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_batch_invariant.py")
+fault("invariant-batch", "batch invariant decode steps are as large as their requests",
+      "least = options.max_batch if options.batch_invariant else 1", "least = 1")
+fault("invariant-rows", "batch invariant chunks are as large as their prompts",
+      "least = options.chunk_size if options.batch_invariant else SMALLEST_CHUNK", "least = SMALLEST_CHUNK")
 fault = of("jax_sparse_mla/serving/mesh.py", "tests/serving/test_scheduler.py")
 fault("mesh-modes", "over a mesh, modes take no turns", "(mode is self._last_mode, mode.value)", "mode.value")
 fault = of("jax_sparse_mla/serving/checkpoint.py", "tests/serving/test_checkpoint.py")
@@ -487,6 +526,8 @@ fault("handover-window", "the first page of the window is left behind",
       "max(0, computed + 1 - window) // page_size", "max(0, computed + page_size - window) // page_size")
 fault("handover-scales", "other requests' scales are left in a page",
       "pages[-1, entries * row_bytes + used * scale_bytes :] = 0", "pages[-1, pages.shape[1] :] = 0")
+fault("handover-sampling", "a request goes on with the most likely tokens",
+      "output, sampling=sampling, **asked", "output, **asked")
 fault("handover-no-token-left", "a request that has no token left to make is taken",
       "if not total - prompt < max_new_tokens", "if not total - prompt <= max_new_tokens")
 fault = of("interop/sparse_mla_torch/bridge.py", "tests/torch_face/test_bridge.py")

@@ -100,6 +100,20 @@ def test_a_missing_key_is_transformers_default_or_named(name):
     assert "num_hidden_layers" in named and not optional & named
 
 
+@pytest.mark.parametrize("name", ["v4", "v32", "glm5", "glm53"])
+def test_null_is_as_a_missing_key(name):
+    def read(config):
+        try:
+            return read_config(config)
+        except ValueError as error:
+            return str(error)
+
+    text = json.loads(config(name).get_text_config().to_json_string())
+    # null there is a decay without a bound, and false, as in transformers.
+    for key in without(text, "linear_lower_bound", "norm_topk_prob"):
+        assert read(text | {key: None}) == read(without(text, key)), key
+
+
 @pytest.mark.parametrize("freq, offset", [(1, 2), (4, 3), (4, 2), (3, 0), (0, 2), (2, 5)])
 def test_schedules_are_transformers(freq, offset):
     schedule = {"index_topk_freq": freq, "index_skip_topk_offset": offset}
@@ -141,6 +155,12 @@ def test_frequencies_are_transformers():
         ("v4", {"quantization_config": {"weight_block_size": [64, 64]}}, r"must be \[128, 128\], got \[64, 64\]"),
         ("v4", {"hidden_size": None}, "the config has no hidden_size"),
         ("v4", {"n_shared_experts": 2}, "n_shared_experts must be 1, got 2"),
+        ("v4", {"head_dim": 0}, "has no cache layout"),
+        ("v4", {"o_groups": 3}, r"o_groups must divide \d+ heads, got 3"),
+        ("v4", {"rope_parameters": {"main": {}, "compress": {**YARN, "beta_fast": 1e-320}}}, "cannot be computed"),
+        ("v32", {"rope_parameters": {**YARN, "mscale_all_dim": 1e300}}, "cannot be computed"),
+        ("v32", {"rope_parameters": {**YARN, "mscale_all_dim": 1, "factor": None}}, "yarn rope parameters have no fac"),
+        ("v32", {"max_position_embeddings": "long"}, "max_position_embeddings must be a positive integer, got 'long'"),
         ("v32", {"attention_bias": True}, "attention_bias must be False, got True"),
         ("v32", {"topk_method": "greedy"}, "topk_method must be 'noaux_tc', got 'greedy'"),
         ("v32", {"n_group": 3}, "n_group must divide n_routed_experts, got 3 and 8"),

@@ -128,6 +128,17 @@ def test_broken_files_are_named(name, data, tmp_path, capsys):
     assert err.count("\n") == 1 and name in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX, "model.safetensors"])
+def test_no_endless_text_is_read(name, tmp_path):
+    """Files of a terabyte that take no room on the disk."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with open(tmp_path / name, "wb") as file:
+        file.write((2**40 - 8).to_bytes(8, "little"))
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match=rf"{name}: .*must have at most 100000000 bytes of JSON, got "):
+        load(tmp_path)
+
+
 def test_no_regular_file_is_read(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ValueError, match=r"config\.json: not a regular file"):

@@ -140,8 +140,16 @@ def right_or_wrong(length, key, count):
     return drafts
 
 
+def decodes(request):
+    """Whether the request has its prompt behind it and a token to choose."""
+    return not request.in_prefill and len(request.output) + request.unread < request.max_new_tokens
+
+
 class Modelled(Scheduler):
     """Each plan is compared with a plain model of who comes in, who is served, and who goes."""
+
+    missed = 0  # steps in succession that those who decode had to wait for
+    read_last = False
 
     def plan(self, drafts=0):
         page, options, preempted = self.spec.page_size, self.options, self.counters.preempted
@@ -156,6 +164,7 @@ class Modelled(Scheduler):
             if served and free < (len(served) if request.reread else 0):
                 break
             served.append(request)
+        ready = [r for r in running if decodes(r)]
         plan = super().plan(drafts)
         preempted = self.counters.preempted - preempted
         if self.prefixes is None:
@@ -167,8 +176,13 @@ class Modelled(Scheduler):
             ends = all(not r.in_prefill or r.computed in r.cuts for r in self.running)
             assert preempted or plan.num_tokens == options.chunk_size or ends
         elif plan is not None:  # who decodes misses steps that read prompts, and no others
-            last = {id(r) for r in self.running if len(r.output) + r.unread >= r.max_new_tokens}
-            assert all(r in plan.requests for r in self.running if id(r) not in last)
+            assert all(r in plan.requests for r in ready if r.row is not None)
+        if plan is not None:  # and of those one at a time, however many prompts there are
+            reads = plan.mode is ForwardMode.EXTEND
+            self.missed = self.missed + 1 if reads and any(r.row is not None for r in ready) else 0
+            assert self.missed <= 1
+            assert reads or not any(r.in_prefill for r in self.running) or self.read_last
+            self.read_last = reads
         return plan
 
 
@@ -205,7 +219,7 @@ def cases(draw):
         max_batch=draw(st.integers(1, 4)),
         max_len=max_len,
         speculative_steps=drafts,
-        num_pages=draw(st.sampled_from([None, 1 + most, 4 + most])),  # from one long request's pages on
+        num_pages=draw(st.sampled_from([None, 1 + most, 1 + most, 4 + most])),  # from one long request's pages on
         reuse_points=draw(st.sampled_from([0, 0, 1, 3])),
         seed=draw(st.integers(0, 3)),
     )
@@ -215,7 +229,7 @@ def cases(draw):
     for _ in range(draw(st.integers(1, 12))):
         length = draw(st.integers(1, 34))
         prompt = draw(st.sampled_from(texts))[:length]
-        new = draw(st.integers(1, 6))
+        new = draw(st.integers(1, min(16, max_len - length)))
         eos = draw(st.sampled_from([(), (), tuple(range(0, VOCABULARY, 4))]))
         forced = draw(st.sampled_from([(), (), (3,), (5, 5, 6, 0)]))
         fails = draw(st.sampled_from([None, None, None, 1, 2, 4]))
@@ -385,6 +399,29 @@ def test_a_pool_without_room_queues_and_preempts_and_says_so(caplog):
     free_everything(scheduler)
 
 
+def test_who_was_preempted_comes_back_when_there_is_room_to_go_on():
+    """The second request ends and leaves the third just the pages of its text, the first soon needs one of them: what
+    the third reads would be dropped again. No token would be wrong, and a prompt would be read once more."""
+    scheduler = Scheduler(PLAIN, EngineOptions(max_batch=3, max_len=24, num_pages=5), VOCABULARY)
+    requests = [Request([i] * 4, new) for i, new in enumerate((7, 3, 7))]
+    serve(scheduler, requests)
+    assert [r.output for r in requests] == [oracle(r.prompt, r.max_new_tokens) for r in requests]
+    assert scheduler.counters.preempted == 1 and [bool(r.reread) for r in requests] == [False, False, True]
+
+
+def test_batch_invariant_steps_hang_on_nobody_else():
+    """One width of page tables, whose columns a sum may go over, and one prompt a step."""
+    options = EngineOptions(max_batch=2, max_len=9000, chunk_size=8, batch_invariant=True)
+    scheduler = Scheduler(PLAIN, options, VOCABULARY)
+    requests = [Request([1] * 3, 2), Request([2] * 9, 2)]
+    plans = serve(scheduler, requests)
+    assert {plan.max_seq_len for plan in plans} == {9000} and [r.output for r in requests] == [
+        oracle(r.prompt, 2) for r in requests
+    ]
+    read = [(plan.requests, plan.counts.tolist()) for plan in plans if plan.mode is ForwardMode.EXTEND]
+    assert read == [(requests[:1], [3]), (requests[1:], [8]), (requests[1:], [1])]
+
+
 def test_a_request_larger_than_the_pool_is_refused():
     scheduler = Scheduler(PLAIN, EngineOptions(max_len=24, num_pages=4), VOCABULARY)
     with pytest.raises(ValueError, match="needs 5 pages: more than the pool's 3"):
@@ -407,14 +444,30 @@ def test_a_step_s_arrays():
     assert batch.out_cache_loc.tolist() == expected and batch.req_pool_indices.tolist()[:2] == plan.rows.tolist()
     assert all(x.dtype == np.int32 for x in (batch.seq_lens, batch.out_cache_loc, batch.extend_lens))
 
-    # The first request's token is not read yet: it reads no more, and the second one goes on alone.
+    # The first request's token is not read yet. It decodes, and then the second one reads on alone.
     second = scheduler.plan()
-    assert second.requests == requests[1:] and second.starts.tolist() == [3] and second.counts.tolist() == [5]
+    assert second.mode is ForwardMode.DECODE and second.requests == requests[:1] and second.tokens.tolist() == [-1]
     third = scheduler.plan()
-    assert third.mode is ForwardMode.DECODE and third.tokens.tolist() == [-1, -1]
+    assert third.requests == requests[1:] and third.starts.tolist() == [3] and third.counts.tolist() == [5]
+    fourth = scheduler.plan()
+    assert fourth.mode is ForwardMode.DECODE and fourth.requests == requests[1:] and fourth.tokens.tolist() == [-1]
     scheduler.complete(plan, [[5], []], [[0.5], []])
     assert requests[0].output == [5] and requests[0].margins == [0.5] and not requests[1].output
     assert scheduler.plan() is None  # each has chosen its last token; it is not read
+
+
+def test_arrivals_without_end_hold_nobody_up():
+    """One-token requests that arrived one by one kept one that runs from decoding."""
+    scheduler = Scheduler(PLAIN, EngineOptions(max_batch=2, max_len=24, chunk_size=4), VOCABULARY)
+    device, request, steps = Device(scheduler), Request([1, 2], 8), 0
+    scheduler.submit(request)
+    while not request.finished:
+        scheduler.submit(Request([3], 1))
+        plan = scheduler.plan()
+        chosen = device.run(plan)
+        scheduler.complete(plan, chosen, [[0.0] * len(tokens) for tokens in chosen])
+        steps += 1
+    assert steps == 14  # the prompt's, and for each further token one of its own, with one of others between two
 
 
 def test_tokens_go_to_the_callback_until_the_last():

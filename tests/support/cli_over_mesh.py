@@ -82,7 +82,7 @@ def refusals():
         status, out, err = run(*args)
         assert status == 2 and "KV cache" not in out and words in err, (args, out, err)
 
-    memory.device_memory, real = lambda: 1 << 20, memory.device_memory
+    memory.device_memory, real = lambda: 8 << 20, memory.device_memory
     status, out, err = run(*GENERATE, "--mesh", "2x2")
     memory.device_memory = real
     assert status == 2 and "KV cache" not in out, (out, err)

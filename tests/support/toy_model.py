@@ -80,7 +80,7 @@ class ToyModel:
             rows = dataclasses.replace(rows, q=rope(rows.q), kv=rope(rows.kv[:, None])[:, 0], index=index)
             attended, caches[i], selected = v4_layer(
                 caches[i], rows, layer_params, inputs.batch, shared.metadata, shared.plans.get(ratio),
-                spec=self.spec, ratio=ratio, backend=inputs.backend,
+                spec=self.spec, ratio=ratio, backend=inputs.backend, batch_invariant=inputs.batch_invariant,
             )  # fmt: skip
             traced.append((hidden, selected))
             hidden = hidden + jnp.tensordot(rope(attended, inverse=True), output, 2)

@@ -21,7 +21,7 @@ from sparse_mla_torch.handover import export_request, import_request
 
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
 from jax_sparse_mla.layers import V4LayerCache
-from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.request import Request, Sampling
 from jax_sparse_mla.serving.speculative import MAX_MARGIN, DraftOracle
 
 pytestmark = pytest.mark.torch
@@ -145,7 +145,7 @@ def test_the_file_is_as_documented(name):
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     description = json.loads(metadata.pop("request"))
-    assert metadata == {"format": "sparse_mla_handover", "version": "1"}
+    assert metadata == {"format": "sparse_mla_handover", "version": "2"}
     page, count = (256 if name == "v4" else 64), at[0]
     pages = -(-count // page)
     assert description == {
@@ -156,6 +156,7 @@ def test_the_file_is_as_documented(name):
         "layer_ratios": [0, 4, 128] if name == "v4" else [0, 0],
         "prompt_tokens": SHAPES[0],
         "computed": count,
+        **{"temperature": 0.0, "top_p": 1.0, "seed": 0, "eos_token_ids": [], "forced": []},
     }
     tensors = load_file(path)
     assert {key: (str(x.dtype), tuple(x.shape)) for key, x in tensors.items()} == {
@@ -248,7 +249,7 @@ def replaced(name, function):
 
 REFUSED = [
     ({"format": "other"}, "has format other, not sparse_mla_handover"),
-    ({"version": "2"}, "has version 2, not 1"),
+    ({"version": "1"}, "has version 1, not 2"),
     ({"model": "deepseek_v4"}, "model is deepseek_v4 in .*, and deepseek_v32 here"),
     ({"kv_layout": "V32_BF16"}, "kv_layout is V32_BF16 in .*, and V32_FP8 here"),
     ({"page_size": 32}, "page_size is 32 in"),
@@ -259,6 +260,11 @@ REFUSED = [
     ({"computed": 12}, "computed 12 of .* does not follow on 80"),
     ({"computed": "12"}, "prompt_tokens must be"),
     ({"prompt_tokens": 0}, "prompt_tokens must be"),
+    ({"temperature": -1.0}, "the file's request is none: temperature must be"),
+    ({"top_p": "all"}, "the file's request is none"),
+    ({"eos_token_ids": [0.5]}, "the file's request is none: Request: eos_token_ids must be"),
+    ({"seed": None}, "the file's request is none: Sampling: seed must be"),
+    ({"eos_token_ids": list(range(256))}, "has ended with one of its end tokens"),
     ({"tensors": lambda t: {k: x for k, x in t.items() if k != "tokens"}}, r"tokens must be int32"),
     ({"tensors": replaced("tokens", lambda x: x.long())}, r"tokens must be int32"),
     ({"tensors": replaced("tokens", lambda x: x + 256)}, "out of the model's vocabulary of 256"),
@@ -315,6 +321,26 @@ def test_other_files_are_refused_and_leave_nothing_behind():
         import_request(engine, path, NEW_TOKENS)
     with pytest.raises(RuntimeError, match="no free row left"):
         import_request(engine, path, NEW_TOKENS)
+
+
+def test_what_a_request_asks_for_travels():
+    """Its draws went on as the most likely tokens, and past its end tokens."""
+    _, files = exported("v32")
+    path, engine = files[max(files)][1], new_engine("v32", trace=False)
+    request = import_request(engine, path, NEW_TOKENS)
+    request.sampling, request.eos_token_ids = Sampling(temperature=0.5, top_p=0.25, seed=7), (250, 3)
+    request.forced = (*request.output, 9)
+    export_request(engine, request, copy := path.with_name("asking.safetensors"))
+    again = import_request(new_engine("v32", trace=False), copy, NEW_TOKENS)
+    assert (again.sampling, again.eos_token_ids) == (request.sampling, request.eos_token_ids)
+    assert again.forced == request.forced and again.tokens == request.tokens
+    for name in ("temperature", "eos_token_ids"):
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        said = {key: value for key, value in json.loads(metadata["request"]).items() if key != name}
+        save_file(load_file(path), copy, metadata | {"request": json.dumps(said)})
+        with pytest.raises(ValueError, match=f"the file does not say the request's '{name}'"):
+            import_request(engine, copy, NEW_TOKENS)
 
 
 def test_what_fails_midway_leaves_nothing_behind(monkeypatch):

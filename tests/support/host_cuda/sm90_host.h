@@ -468,7 +468,6 @@ inline void add_in_global(float* to, float4 x) {
   require(reinterpret_cast<uintptr_t>(to) % 16 == 0, "misaligned");
   to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
 }
-inline void multiply_64(float (&d)[32], uint64_t a, uint64_t b, bool add) { multiply_bfloat16(d, a, false, b, false, add); }
 template <bool kByColumns, int kSums>
 void multiply_by_columns(float (&d)[kSums], uint64_t a, uint64_t b, bool add) {
   multiply_bfloat16(d, a, kByColumns, b, true, add);
