@@ -375,10 +375,10 @@ fault("loop-norms", "and its norms", "like + number * run.period", "like")
 fault = of("jax_sparse_mla/serving/params.py", "tests/serving/test_looped_layers.py")
 fault("loop-weights", "and its weights", "part = array[number]", "part = array[0]")
 fault("loop-widens", "a loop widens the bfloat16 weights of all its layers at once",
-      "if array.dtype == jnp.bfloat16 else array", "if array.dtype == jnp.float64 else array")
+      "if array.dtype == jnp.bfloat16 else", "if array.dtype == jnp.float64 else")
 fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_looped_layers.py")
 fault("loop-not", "an engine on a CPU compiles each layer",
-      'device.platform == "cpu" and', 'device.platform == "no" and')
+      'device.platform == "cpu" and hasattr', 'device.platform == "no" and hasattr')
 fault = of("jax_sparse_mla/serving/sampling.py", "tests/serving/test_sampling.py")
 fault("sampling-seed", "the draws of a request are the same at each position",
       "jax.random.fold_in(jax.random.key(seed), position)", "jax.random.key(seed)")
