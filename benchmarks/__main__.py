@@ -31,6 +31,7 @@ OPERATIONS = {  # the module, and what it measures
     "engines": ("engines", "attention layers of SGLang and vLLM with FlashMLA and with ours"),
     "several_gpus": ("several_gpus", "the step, context parallel decode and the engine over several GPUs"),
     "serving": ("serving", "the engine in JAX: first token, tokens per second, the attention's part"),
+    "compile_time": ("compile_time", "compilation of the engine's programs by number of layers"),
     "maxtext": ("maxtext", "MaxText's models with dense attention and through this library"),
     "plots": ("plots", "draws docs/plots from results.json"),
 }

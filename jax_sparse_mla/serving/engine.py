@@ -21,7 +21,7 @@ from jax_sparse_mla import activity
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import kept_programs
-from jax_sparse_mla.serving.memory import check_memory, size_of
+from jax_sparse_mla.serving.memory import check_memory, device_memory, size_of
 from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.native import begin_to_load
 from jax_sparse_mla.serving.request import Request
@@ -179,11 +179,14 @@ class Engine:
     def _place(self, params: Params) -> tuple[State, Params]:
         """A new state and the parameters, committed to the device, as what a step returns is.
 
-        A CPU's compiler takes seconds for each layer: there a program loops over layers of the same kinds.
+        A CPU's compiler takes seconds for each layer: there a program loops over layers of the same kinds, if the copy
+        of their weights fits. Models of other projects may not loop.
         """
-        check_memory("weights and caches need", size_of((params, jax.eval_shape(self._new_state, params))))
+        needed = size_of((params, jax.eval_shape(self._new_state, params)))
+        check_memory("weights and caches need", needed)
         device = jax.local_devices()[0]
-        if device.platform == "cpu" and hasattr(self.model, "looped"):  # models of other projects may not loop
+        loops = device.platform == "cpu" and hasattr(self.model, "looped")
+        if loops and needed + size_of(params) <= device_memory():
             params = self.model.looped(params)
         return jax.device_put((self._new_state(params), params), device)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_sparse_mla._pytree import pytree_dataclass, static
@@ -121,8 +122,9 @@ def runs_of(kinds: Sequence[Hashable]) -> tuple[Run, ...]:
 def joined(*arrays: jax.Array) -> jax.Array:
     """Arrays in one. XLA on a CPU would widen a whole bfloat16 array to float32 before it takes a part of it: bfloat16
     is kept as its bits."""
-    array = jnp.stack(arrays)
-    return lax.bitcast_convert_type(array, jnp.uint16) if array.dtype == jnp.bfloat16 else array
+    traced = isinstance(arrays[0], jax.core.Tracer)
+    array = (jnp if traced else np).stack(arrays)  # numpy compiles nothing
+    return jnp.asarray(array.view(np.uint16) if array.dtype == jnp.bfloat16 else array)
 
 
 def _part(array: jax.Array, number: int | jax.Array) -> jax.Array:

@@ -369,6 +369,16 @@ fault("packages-cache", "an import leaves Triton without its cache folder",
       'os.environ.pop("TRITON_CACHE_DIR", None)\n        else', "pass\n        else")
 
 # --- serving ----------------------------------------------------------------------------------------------------------
+fault = of("jax_sparse_mla/serving/decoder.py", "tests/serving/test_looped_layers.py")
+fault("loop-caches", "all repetitions of a loop take the first one's cache", "number * each", "0 * each")
+fault("loop-norms", "and its norms", "like + number * run.period", "like")
+fault = of("jax_sparse_mla/serving/params.py", "tests/serving/test_looped_layers.py")
+fault("loop-weights", "and its weights", "part = array[number]", "part = array[0]")
+fault("loop-widens", "a loop widens the bfloat16 weights of all its layers at once",
+      "if array.dtype == jnp.bfloat16 else", "if array.dtype == jnp.float64 else")
+fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_looped_layers.py")
+fault("loop-not", "an engine on a CPU compiles each layer",
+      'device.platform == "cpu" and hasattr', 'device.platform == "no" and hasattr')
 fault = of("jax_sparse_mla/serving/sampling.py", "tests/serving/test_sampling.py")
 fault("sampling-seed", "the draws of a request are the same at each position",
       "jax.random.fold_in(jax.random.key(seed), position)", "jax.random.key(seed)")
