@@ -108,6 +108,7 @@ class Setup:
 
     def new_engine(self, options: EngineOptions) -> Engine:
         engine = Engine(self.model, self.params, options)
+        engine.ahead = True
         if self.check is not None:  # its imports take as long as the first programs
             self._loading = ThreadPoolExecutor(1).submit(self.check.load)
         return engine

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -100,6 +101,8 @@ class Engine:
       propose: replaces drafts.
       accepted: how many rounds of a request kept 0 … `drafts` drafts. In the round that ends a request only the drafts
         that it still needed count.
+      ahead: whether a thread compiles the program of decoding beside that of its prompts; not over a mesh. The thread
+        does not know settings of JAX that a `with` statement has made.
       prefill_backend: the backend of prefill steps, one of PREFILL_BACKENDS.
       routes: `{program: (phase, backend)}`, the attention that each program calls, read from the program.
       compile_seconds: spent on compiling programs, or on loading them.
@@ -123,6 +126,7 @@ class Engine:
             raise ValueError(f"batch_invariant serves no pools of index keys, which {self.spec.name} has")
         self.scheduler = self._new_scheduler()
         self.drafts, self.propose = options.speculative_steps, None
+        self.ahead, self._coming = False, {}
         self.accepted: collections.Counter[int] = collections.Counter()
         self.prefill_backend = prefill_backend(self.spec, options)
         self.routes: dict[Program, frozenset[tuple[str, str]]] = {}
@@ -354,7 +358,8 @@ class Engine:
             start = time.perf_counter()
             kind = "prefill" if plan.mode is ForwardMode.EXTEND else plan.mode.value
             with activity.show(f"compiling {kind} steps of {key[2]} rows"):
-                self._programs[key] = self._compile(*key)
+                coming = self._coming.pop(key, None)
+                self._programs[key] = coming.result() if coming else self._compile(*key, self._decoding(plan))
             plan.compile_seconds = time.perf_counter() - start
             self.compile_seconds += plan.compile_seconds
         program, call = self._programs[key]
@@ -445,7 +450,25 @@ class Engine:
             changes = power_of_two(len(plan.mapped))
         return plan.mode, requests, rows, plan.max_seq_len, changes, choice
 
-    def _compile(self, mode: ForwardMode, requests: int, rows: int, width: int, changes: int, choice: Choice):
+    def _decoding(self, plan: StepPlan) -> tuple | None:
+        """As `_bucket`, of the step that decodes a chunk's requests, if that is to be compiled ahead."""
+        if not self.ahead or self.mesh is not None or plan.mode is not ForwardMode.EXTEND:
+            return None
+        mode = ForwardMode.TARGET_VERIFY if self.drafts else ForwardMode.DECODE
+        counts = np.full(len(plan.requests), self.drafts + 1)
+        key = self._bucket(dataclasses.replace(plan, mode=mode, counts=counts, mapped=plan.mapped[:0]))
+        return None if key in self._programs or key in self._coming else key
+
+    def _compile(
+        self,
+        mode: ForwardMode,
+        requests: int,
+        rows: int,
+        width: int,
+        changes: int,
+        choice: Choice,
+        then: tuple | None = None,  # what a thread compiles, traced while XLA compiles this one
+    ) -> tuple[Program, Any]:
         program = Program(
             model=self.model,
             mode=mode,
@@ -462,7 +485,8 @@ class Engine:
             trace=self.options.trace,
             logits=self.options.trace,
         )
-        arguments = self.params, self.state, self._pack(program, None)
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        arguments = self.params, state, self._pack(program, None)
         leaves, tree = jax.tree.flatten(arguments)
         key = program, self.mesh, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         if key not in _executables:
@@ -470,6 +494,8 @@ class Engine:
             path = kept_programs.path_of(key, devices)
             if (step := kept_programs.load(path, devices)) is None:
                 lowered = self._jitted(program).lower(*arguments)
+                if then is not None:
+                    self._coming[then] = _compilers.submit(self._compile, *then)
                 step = kept_programs.save(path, lowered, lowered.compile(_compiler_options(mode)))
             _executables[key] = step
         call, self.routes[program] = _executables[key]
@@ -496,5 +522,6 @@ def _is_sound(state: State | None) -> bool:
     return state is not None
 
 
+_compilers = ThreadPoolExecutor(1, "compile")
 # Compiled programs, and what attends in them; engines of the same shapes share them.
 _executables: dict[tuple, tuple[Any, frozenset[tuple[str, str]]]] = {}

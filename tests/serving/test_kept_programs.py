@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from toy_model import ToyModel
 
+from jax_sparse_mla import ForwardMode
 from jax_sparse_mla.serving import engine, kept_programs
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
@@ -21,11 +23,13 @@ pytestmark = pytest.mark.cpu
 # Doubles by a call of TVM FFI's own function, in a process that has not traced it.
 PROGRAM = """
 import sys
+import threading
 import jax, jax.numpy as jnp, numpy as np
 from pathlib import Path
 from jax_sparse_mla.launch import tvm
 from toy_model import ToyModel
 
+from jax_sparse_mla import ForwardMode
 from jax_sparse_mla.serving import engine, kept_programs
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
@@ -126,4 +130,26 @@ def test_an_engine_serves_by_kept_programs_as_by_its_own(folder, monkeypatch):
         made.run([request := Request(list(range(20)), 4)])
         outputs.append((request.output, sorted(made.routes.values(), key=str)))
         monkeypatch.setattr(engine.Engine, "_jitted", lambda *args: pytest.fail("traced again"))
+    assert outputs[0] == outputs[1]
+
+
+def test_decoding_is_compiled_beside_the_prompts_program(monkeypatch):
+    """By another thread, the program that is needed, once; tokens are the same."""
+    model, options = ToyModel(), EngineOptions(chunk_size=16, max_batch=2, max_len=64)
+    params, outputs, compiled = model.init_params(0), [], []
+    compile_one = engine.Engine._compile
+
+    def compiles(self, mode, *bucket):
+        compiled.append((mode, threading.current_thread() is threading.main_thread()))
+        return compile_one(self, mode, *bucket)
+
+    monkeypatch.setattr(engine.Engine, "_compile", compiles)
+    for ahead in (True, False):
+        monkeypatch.setattr(engine, "_executables", {})
+        made = engine.Engine(model, params, options)
+        made.ahead = ahead
+        made.run([request := Request(list(range(20)), 4)])
+        outputs.append(request.output)
+        assert sorted(compiled, key=str) == [(ForwardMode.DECODE, not ahead), (ForwardMode.EXTEND, True)]
+        compiled.clear()
     assert outputs[0] == outputs[1]
