@@ -141,7 +141,7 @@ def keep_dialects() -> None:
 
 
 def make_arrays_without_programs() -> None:
-    """Outside `jax.jit`, JAX compiles a program for each shape of NumPy's arrays that it takes and of those it fills."""
+    """Outside `jax.jit`, JAX compiles a program for each shape of arrays that it takes from NumPy or fills."""
     if not hasattr(lax, "stage_p"):
         return
     stage, broadcast = lax.stage_p.impl, lax.broadcast_in_dim_p.impl
