@@ -6,6 +6,7 @@ import enum
 import functools
 import gc
 import importlib.util
+import math
 import os
 import shutil
 import subprocess
@@ -42,10 +43,15 @@ if len(_gpus) > 1:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join((_gpus[_first:] + _gpus[:_first])[:2])
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src import compiler
+from jax._src.array import ArrayImpl
 from jax._src.interpreters import mlir
+from jax._src.lax import lax
 from jax._src.lib.mlir import ir
+from jax._src.literals import TypedNdArray
 
 # Failing assertions of these say as much as those of test modules do.
 pytest.register_assert_rewrite(
@@ -70,6 +76,7 @@ def pytest_configure(config):
         share_compiled_programs(config)
         give_options_to_all_programs()
         keep_dialects()
+        make_arrays_without_programs()
         Compiling.QUICK.choose()
 
 
@@ -133,6 +140,29 @@ def keep_dialects() -> None:
     mlir.make_ir_context = make_or_reuse
 
 
+def make_arrays_without_programs() -> None:
+    """Outside `jax.jit`, JAX compiles a program for each shape of arrays that it takes from NumPy or fills."""
+    if not hasattr(lax, "stage_p"):
+        return
+    stage, broadcast = lax.stage_p.impl, lax.broadcast_in_dim_p.impl
+    names = "bool", "uint8", "int8", "int32", "uint32", "float32", jnp.bfloat16
+    dtypes = [np.dtype(name) for name in names]  # of the same width with and without 64-bit types
+
+    def plain(x, kind):
+        return type(x) is kind and x.dtype in dtypes and not x.weak_type and jax.sharding.get_abstract_mesh().empty
+
+    def take(x):
+        return jax.device_put(np.array(x)) if plain(x, TypedNdArray) else stage(x)
+
+    def fill(x, *, shape, **how):
+        if plain(x, ArrayImpl) and x.ndim == 0 and math.prod(shape) < 2**20 and not x.committed:
+            return jax.device_put(np.full(shape, np.asarray(x)))
+        return broadcast(x, shape=shape, **how)
+
+    lax.stage_p.def_impl(take)
+    lax.broadcast_in_dim_p.def_impl(fill)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiling_of_the_module(request):
     if not ON_GPU:
@@ -145,11 +175,15 @@ def share_compiled_programs(config):
         folder = tempfile.mkdtemp(prefix="jax_programs_")
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"  # a small program is compiled as fast as kept
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # modules stay: no collection looks at them
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked `long`

@@ -102,21 +102,21 @@ def count_arrays(engine):
     return counts
 
 
-def layouts(config, shapes, *, exact=False):
+def layouts(config, shapes, *, exact=False, count=None):
     options = dataclasses.replace(OPTIONS, batch_invariant=exact)  # whoever shares a step with whom
     model = Model.from_config(config)
     params = model.init_params(seed=0, dtype=jnp.float32)
-    expected = served(Engine(model, params, options))
+    expected = served(Engine(model, params, options), requests(count))
     assert len({tuple(request.output) for request in expected}) == len(expected)
     for shape in shapes:
         engine = over(model, params, mesh_of(*shape), options)
         counts = count_arrays(engine)
-        found = served(engine)
+        found = served(engine, requests(count))
         if shape[0] < 4:  # of four shares one always reads while others decode
             assert 0 < counts["from the host"] < counts["steps"]  # the others were on the devices already
         assert_same_tokens(found, expected)
         with jax.transfer_guard("disallow"):  # its programs are compiled
-            assert [r.output for r in served(engine)] == [r.output for r in found]
+            assert [r.output for r in served(engine, requests(count))] == [r.output for r in found]
         for share in engine.scheduler.shares:
             assert share.counters.finished == 2 * len(expected) // shape[0]
             assert len(share.pool.pages.free) == share.pool.num_pages - 1
@@ -136,7 +136,7 @@ def v4():
 
 
 def windows():
-    layouts(WINDOWS, [(2, 2)])
+    layouts(WINDOWS, [(2, 2)], count=4)
 
 
 def v4_requests():
