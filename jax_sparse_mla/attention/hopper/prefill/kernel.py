@@ -39,8 +39,10 @@ from jax_sparse_mla.attention.hopper.prefill.tiles import (
     REF,
     SLACK,
     SPLAT,
+    Sizes,
     TILED,
     TILES,
+    columns_scanned,
     inline,
     scalar,
 )
@@ -317,7 +319,7 @@ def _spread(x: jax.Array, like: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(x, like.shape, [0])
 
 
-def _masked_scores(block: int, shared: Shared, pair, last_pair, scale: float) -> jax.Array:
+def _masked_scores(block: int, shared: Shared, pair, last_pair, scale) -> jax.Array:
     """Scores in base 2 (`scale` has log2(e) in it), −inf where there is no key."""
     scores = _scores(block, shared, pair)
 
@@ -369,7 +371,7 @@ class State(NamedTuple):
         return cls(acc, by_row(LEAST), by_row(0.0), by_row(-jnp.inf))
 
 
-def _left_step(shared: Shared, scale: float, last_pair, pair, state: State) -> State:
+def _left_step(shared: Shared, scale, last_pair, pair, state: State) -> State:
     """Warpgroup 0's work on a pair of blocks."""
     scores = _masked_scores(0, shared, pair, last_pair, scale)
     block_maximum = scores.max(axis=1)
@@ -394,7 +396,7 @@ def _left_step(shared: Shared, scale: float, last_pair, pair, state: State) -> S
     return State(acc, both, total, jnp.maximum(state.maximum, block_maximum))
 
 
-def _right_step(shared: Shared, scale: float, last_pair, pair, state: State) -> State:
+def _right_step(shared: Shared, scale, last_pair, pair, state: State) -> State:
     """Warpgroup 1's work on a pair of blocks."""
     scores = _masked_scores(1, shared, pair, last_pair, scale)
     block_maximum = scores.max(axis=1)
@@ -465,7 +467,7 @@ def _load_sinks(sink_ref, first_head) -> jax.Array:
 # --- the kernel ----------------------------------------------------------------------------------------------------
 
 
-def _for_each_item(work, length_ref, *, tokens: int, heads: int, topk: int, blocks: int) -> None:
+def _for_each_item(work, length_ref, sizes: Sizes, *, heads: int, blocks: int) -> None:
     """Deals the items in turn, so that the head tiles of a token, which gather the same rows, run at the same time."""
     head_tiles = -(-heads // HEADS)
     this = lax.axis_index("block")
@@ -473,21 +475,19 @@ def _for_each_item(work, length_ref, *, tokens: int, heads: int, topk: int, bloc
     def one(number, first_pair):
         position = this + number * blocks
         t, first_head = lax.div(position, jnp.int32(head_tiles)), lax.rem(position, jnp.int32(head_tiles)) * HEADS
-        limit = jnp.int32(topk) if length_ref is None else jnp.minimum(length_ref[t], topk)
+        limit = columns_scanned(length_ref, sizes, t)
         # A token without keys has one pair that is all masked, so that every warpgroup passes every barrier.
         end_pair = first_pair + jnp.maximum(lax.div(limit + (PAIR - 1), jnp.int32(PAIR)), 1)
         work(Item(number, t, first_head, limit, first_pair, end_pair))
         return end_pair
 
-    count = lax.div(tokens * head_tiles - this + (blocks - 1), jnp.int32(blocks))
+    count = lax.div(sizes.tokens * head_tiles - this + (blocks - 1), jnp.int32(blocks))
     lax.fori_loop(0, count, one, jnp.int32(0))
 
 
-def _produce(q_ref, kv_ref, indices_ref, shared: Shared, item: Item) -> None:
+def _produce(q_ref, kv_ref, indices_ref, sizes: Sizes, shared: Shared, item: Item) -> None:
     _gather_queries(q_ref, shared, item.t, item.first_head, item.number)
-    row_numbers = functools.partial(
-        tiles.row_numbers, indices_ref, item.t, limit=item.limit, kv_len=kv_ref.shape[0], blocks=2
-    )
+    row_numbers = functools.partial(tiles.row_numbers, indices_ref, sizes, item.t, limit=item.limit, blocks=2)
 
     def step(pair, rows):
         following = row_numbers((pair + 1 - item.first_pair) * PAIR)
@@ -497,7 +497,7 @@ def _produce(q_ref, kv_ref, indices_ref, shared: Shared, item: Item) -> None:
     lax.fori_loop(item.first_pair, item.end_pair, step, row_numbers(jnp.int32(0)))
 
 
-def _consume(half: int, refs, shared: Shared, scale: float, item: Item) -> None:
+def _consume(half: int, refs, shared: Shared, scale, item: Item) -> None:
     _wait(shared, Barrier.QUERIES_FULL, item.number, for_wgmma=True)
     step = functools.partial((_left_step, _right_step)[half], shared, scale, item.end_pair - 1)
     state = lax.fori_loop(item.first_pair, item.end_pair, step, State.initial())
@@ -513,17 +513,20 @@ def sparse_prefill(
     *,
     softmax_scale: float,
     sm_count: int,
+    sizes: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """out bfloat16 `[tokens, heads, 512]`, max_logits and lse float32 `[tokens, heads]`; no dimension is 0."""
-    (tokens, heads, qk_dim), topk = q.shape, indices.shape[1]
-    blocks = min(sm_count, tokens * -(-heads // HEADS))
+    """out bfloat16 `[tokens, heads, 512]`, max_logits and lse float32 `[tokens, heads]`; no dimension is 0.
 
-    def work(inputs, results, scratch):
+    With `sizes`, whose addresses are the fields of `Sizes`, the shapes' own are not read, and a launch takes as many
+    blocks as it has work for, at most `sm_count`.
+    """
+    tokens, heads, qk_dim = q.shape
+    blocks = sm_count if sizes else min(sm_count, tokens * -(-heads // HEADS))
+
+    def work(inputs, sizes, results, scratch):
         q_ref, kv_ref, indices_ref, length_ref, sink_ref = inputs
         out_refs, shared = (*results, sink_ref), Shared(*scratch)
-        each = functools.partial(
-            _for_each_item, length_ref=length_ref, tokens=tokens, heads=heads, topk=topk, blocks=blocks
-        )
+        each = functools.partial(_for_each_item, length_ref=length_ref, sizes=sizes, heads=heads, blocks=blocks)
         _init_barriers(shared)
         role = lax.axis_index("role")
         for half in range(2):
@@ -531,27 +534,36 @@ def sparse_prefill(
             @pl.when(role == half)
             def _consumer(half=half):
                 plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-                each(functools.partial(_consume, half, out_refs, shared, softmax_scale * LOG2_E))
+                each(functools.partial(_consume, half, out_refs, shared, sizes.scale))
 
         @pl.when(role == 2)
         def _producer():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            each(functools.partial(_produce, q_ref, kv_ref, indices_ref, shared))
+            each(functools.partial(_produce, q_ref, kv_ref, indices_ref, sizes, shared))
 
-    return launched(work, (q, kv, indices, topk_length, attn_sink), _scratch(qk_dim), blocks, warpgroups=3)
+    arrays = q, kv, indices, topk_length, attn_sink
+    return launched(work, arrays, softmax_scale, sizes, _scratch(qk_dim), blocks, warpgroups=3)
 
 
-def launched(work, arrays: tuple, scratch: list, blocks: int, warpgroups: int) -> tuple[jax.Array, ...]:
+def launched(
+    work, arrays: tuple, softmax_scale: float, sizes: tuple, scratch: list, blocks: int, warpgroups: int
+) -> tuple[jax.Array, ...]:
     """out, max_logits and lse of q, kv, indices, topk_length and attn_sink, by `blocks` thread blocks that `work`.
 
-    `work` gets the references of the arrays, None for one that is absent, those of the results, and of the scratch.
+    `work` gets the references of the arrays, None for one that is absent, `Sizes`, the references of the results, and
+    of the scratch.
     """
-    tokens, heads, _ = arrays[0].shape
+    q, kv, indices, *_ = arrays
+    tokens, heads, _ = q.shape
 
     def body(*refs):
         refs = iter(refs)
         inputs = [None if x is None else next(refs) for x in arrays]
-        work(inputs, [next(refs) for _ in range(3)], list(refs))
+        if sizes:
+            numbers = Sizes.passed([next(refs) for _ in sizes])
+        else:
+            numbers = Sizes.known(tokens, kv.shape[0], indices.shape[1], softmax_scale * LOG2_E)
+        work(inputs, numbers, [next(refs) for _ in range(3)], list(refs))
 
     statistic = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
     kernel = plgpu.kernel(
@@ -569,4 +581,4 @@ def launched(work, arrays: tuple, scratch: list, blocks: int, warpgroups: int) -
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    return kernel(*(x for x in arrays if x is not None))
+    return kernel(*(x for x in arrays if x is not None), *sizes)

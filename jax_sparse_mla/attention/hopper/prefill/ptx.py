@@ -59,8 +59,27 @@ def shared_address(ref: ir.Value) -> ir.Value:
 
 
 def global_address(ref: ir.Value) -> ir.Value:
-    pointer = mgpu_utils.memref_ptr(ref)
-    return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
+    """The address of a reference in global memory. Mosaic says that arrays begin at multiples of 256 bytes.
+
+    XLA's do, a tensor of torch may begin anywhere in a buffer: the statement hides from LLVM what Mosaic says.
+    """
+    i64_type = ir.IntegerType.get_signless(64)
+    address = llvm.ptrtoint(i64_type, mgpu_utils.memref_ptr(ref))
+    return llvm.inline_asm(i64_type, [address], "mov.b64 $0, $1;", "=l,l", has_side_effects=False, asm_dialect=0)
+
+
+def load_4(ref: ir.Value, number: ir.Value, result: ir.Type) -> ir.Value:
+    """Number `number` (int64) of an array of 4 bytes each in global memory."""
+    return llvm.load(result, _element(ref, number))
+
+
+def store_4(value: ir.Value, ref: ir.Value, number: ir.Value) -> None:
+    llvm.store(value, _element(ref, number))
+
+
+def _element(ref: ir.Value, number: ir.Value) -> ir.Value:
+    address = arith.addi(global_address(ref), arith.muli(number, i64(4)))
+    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), address)
 
 
 # --- mbarriers, eight bytes each in shared memory ------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from jax_sparse_mla.attention.hopper.prefill import ptx
 
@@ -49,6 +50,48 @@ def inline(*arg_types, returns=None):
 
 def scalar(x: fa.FragmentedArray) -> ir.Value:
     return x.registers.item()
+
+
+def splat(value: ir.Value, is_signed: bool | None) -> fa.FragmentedArray:
+    """A number as an inlined function returns it."""
+    return fa.FragmentedArray.splat(value, (), is_signed=is_signed)
+
+
+# --- the sizes of a call -------------------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """The numbers of a call that a kernel takes as data.
+
+    XLA's programs have them as constants. A launch without XLA (`launch/mosaic.py`) passes 256 times the number where
+    the kernel has a pointer: one compilation then serves every call, and neither memory nor a copy is needed.
+    """
+
+    tokens: jax.Array
+    keys: jax.Array  # rows of kv
+    columns: jax.Array  # of indices
+    stride: jax.Array  # entries from one row of indices to the next
+    scale: jax.Array  # float32: of scores in base 2
+
+    @classmethod
+    def known(cls, tokens: int, keys: int, columns: int, scale: float) -> Sizes:
+        return cls(*map(jnp.int32, (tokens, keys, columns, columns)), jnp.float32(scale))
+
+    @classmethod
+    def passed(cls, refs) -> Sizes:
+        *integers, scale = refs
+        return cls(*(_passed(ref, jnp.int32) for ref in integers), _passed(scale, jnp.float32))
+
+
+def _passed(ref, dtype) -> jax.Array:
+    @inline(REF, returns=plgpu.ShapeDtypeStruct((), dtype, SPLAT))
+    def emit(ctx, ref):
+        bits = arith.trunci(ptx.i32_type(), arith.shrui(ptx.global_address(ref), ptx.i64(8)))
+        if dtype == jnp.int32:
+            return splat(bits, is_signed=True)
+        return splat(arith.bitcast(ir.F32Type.get(), bits), is_signed=None)
+
+    return emit(ref)
 
 
 def row_stride(columns: int) -> int:
@@ -115,33 +158,48 @@ def copy_rows(
             ptx.copy_16(target, offset, source, (first_source_tile + tile) * 2 * TILE_COLUMNS, nbytes)
 
 
-def load_index(indices: ir.Value, t: ir.Value, column: ir.Value, limit: ir.Value, num_rows: int) -> ir.Value:
-    """Entry `[t, column]` if the column is below the limit and the entry names a row, else −1."""
+def load_index(
+    indices: ir.Value, first: ir.Value, column: ir.Value, limit: ir.Value, num_keys: ir.Value
+) -> ir.Value:
+    """The entry of a column, `first` the number of its row's first one: −1 past the limit, or if it names no key."""
     inside = arith.cmpi(arith.CmpIPredicate.slt, column, limit)
     entry = scf.IfOp(inside, [ptx.i32_type()], has_else=True)
     with ir.InsertionPoint(entry.then_block):
-        row = memref.load(indices, [ptx.index(t), ptx.index(column)])
-        exists = arith.cmpi(arith.CmpIPredicate.ult, row, ptx.i32(num_rows))  # unsigned: negative rows are large
+        row = ptx.load_4(indices, arith.addi(first, ptx.extend(column)), ptx.i32_type())
+        exists = arith.cmpi(arith.CmpIPredicate.ult, row, num_keys)  # unsigned: negative rows are large
         scf.yield_([arith.select(exists, row, ptx.i32(-1))])
     with ir.InsertionPoint(entry.else_block):
         scf.yield_([ptx.i32(-1)])
     return entry.result
 
 
-def row_numbers(indices_ref, t, first_column, limit, *, kv_len: int, blocks: int) -> jax.Array:
+def row_numbers(indices_ref, sizes: Sizes, t, first_column, limit, *, blocks: int) -> jax.Array:
     """The rows of kv that the calling thread copies for so many blocks of keys; −1 where there is no key."""
     layout = per_thread_layout(blocks * ROWS_PER_THREAD)
 
-    @inline(REF, SPLAT, SPLAT, SPLAT, returns=plgpu.ShapeDtypeStruct(layout.args[0], jnp.int32, layout))
-    def emit(ctx, indices, t, first_column, limit):
+    @inline(REF, *[SPLAT] * 5, returns=plgpu.ShapeDtypeStruct(layout.args[0], jnp.int32, layout))
+    def emit(ctx, indices, keys, stride, t, first_column, limit):
+        first = arith.muli(ptx.extend(scalar(t)), ptx.extend(scalar(stride)))
         rows = []
         for block in range(blocks):
             for row in thread_rows():
                 column = arith.addi(arith.addi(scalar(first_column), row), ptx.i32(ROWS * block))
-                rows.append(load_index(indices, scalar(t), column, scalar(limit), kv_len))
+                rows.append(load_index(indices, first, column, scalar(limit), scalar(keys)))
         return per_thread(rows)
 
-    return emit(indices_ref, t, first_column, limit)
+    return emit(indices_ref, sizes.keys, sizes.stride, t, first_column, limit)
+
+
+def columns_scanned(length_ref, sizes: Sizes, t) -> jax.Array:
+    """How many leading columns of a query token's row count."""
+    if length_ref is None:
+        return sizes.columns
+
+    @inline(REF, SPLAT, returns=plgpu.ShapeDtypeStruct((), jnp.int32, SPLAT))
+    def emit(ctx, lengths, t):
+        return splat(ptx.load_4(lengths, ptx.extend(scalar(t)), ptx.i32_type()), is_signed=True)
+
+    return jnp.minimum(emit(length_ref, t), sizes.columns)
 
 
 def per_thread(values: Sequence[ir.Value]) -> fa.FragmentedArray:
@@ -244,13 +302,14 @@ def transposed(words: Sequence[ir.Value], lane: ir.Value) -> list[ir.Value]:
 def store_by_row(out: ir.Value, x: fa.FragmentedArray, t: ir.Value, first_head: ir.Value) -> None:
     """Stores one number for each row to `out[t, first_head:]`, except heads that `out` does not have."""
     _, heads = ir.MemRefType(out.type).shape
+    first = arith.muli(ptx.extend(t), ptx.i64(heads))
     lane = arith.andi(ptx.thread_in_warpgroup(), ptx.i32(3))
     writes = arith.cmpi(arith.CmpIPredicate.eq, lane, ptx.i32(0))
     for row, value in zip(fragment_rows(), row_values(x)):
         head = arith.addi(first_head, row)
         exists = arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))
         with mgpu_utils.when(arith.andi(writes, exists)):
-            memref.store(value, out, [ptx.index(t), ptx.index(head)])
+            ptx.store_4(value, out, arith.addi(first, ptx.extend(head)))
 
 
 def load_by_row(ref: ir.Value, first_head: ir.Value) -> fa.FragmentedArray:
@@ -261,5 +320,5 @@ def load_by_row(ref: ir.Value, first_head: ir.Value) -> fa.FragmentedArray:
     registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)
     for i, row in enumerate(fragment_rows()):
         head = arith.minsi(arith.addi(first_head, row), ptx.i32(heads - 1))
-        registers.flat[i] = vector.broadcast(one, memref.load(ref, [ptx.index(head)]))
+        registers.flat[i] = vector.broadcast(one, ptx.load_4(ref, ptx.extend(head), ir.F32Type.get()))
     return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

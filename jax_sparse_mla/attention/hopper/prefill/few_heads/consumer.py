@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, scf
+from jaxlib.mlir.dialects import arith, scf
 
 from jax_sparse_mla.attention.hopper.prefill import ptx, tiles
 from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
@@ -75,12 +75,12 @@ def _wait_for_queries(shape: Shape, shared: Shared, team, number) -> None:
     emit(*shared, team, number)
 
 
-def _step(shape: Shape, scale: float, shared: Shared, team, last_block, block, state: jax.Array) -> jax.Array:
+def _step(shape: Shape, scale, shared: Shared, team, last_block, block, state: jax.Array) -> jax.Array:
     """A consumer's work on a block of keys; `scale` has log2(e) in it."""
 
-    @inline(*SHARED_TYPES, SPLAT, SPLAT, SPLAT, shape.state_layout, returns=shape.state_type)
+    @inline(*SHARED_TYPES, SPLAT, SPLAT, SPLAT, SPLAT, shape.state_layout, returns=shape.state_type)
     def emit(ctx, *args):
-        *refs, team, last_block, block, state = args
+        *refs, scale, team, last_block, block, state = args
         team, block = Team(shape, refs, scalar(team)), scalar(block)
         state = _State.unpacked(shape, tiles.from_per_thread(state))
         slots = team.slots(block)
@@ -89,13 +89,13 @@ def _step(shape: Shape, scale: float, shared: Shared, team, last_block, block, s
         is_last = arith.cmpi(arith.CmpIPredicate.eq, block, scalar(last_block))
         with mgpu_utils.when(is_last):
             ptx.barrier_arrive_by_warp(team.barrier(shape.barriers.queries_empty))
-        scores = _masked(team, block, scores, scale)
+        scores = _masked(team, block, scores, scalar(scale))
         state = _weigh(team, block, scores, state)
         acc = _multiply(team, slots[shape.tails :], state.acc)
         ptx.barrier_arrive_by_warp(team.barrier(shape.barriers.weights_empty))
         return tiles.per_thread_floats(state._replace(acc=acc).packed())
 
-    return emit(*shared, team, last_block, block, state)
+    return emit(*shared, scale, team, last_block, block, state)
 
 
 def _release(team: Team, slots) -> None:
@@ -133,11 +133,11 @@ def _scores(team: Team, slots) -> list[ir.Value]:
     return [functools.reduce(arith.addf, same) for same in zip(*parts)]
 
 
-def _masked(team: Team, block: ir.Value, scores: list[ir.Value], scale: float) -> list[ir.Value]:
+def _masked(team: Team, block: ir.Value, scores: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
     """Scores in base 2, −inf where there is no key."""
     ptx.barrier_wait_at(*team.valid_barrier(block))
     valid = [team.is_valid(block, key) for key in tiles.fragment_rows()]
-    scale, nothing = _f32(scale), _f32(-math.inf)
+    nothing = _f32(-math.inf)
     scaled = [arith.mulf(x, scale) for x in scores]
     return [arith.select(valid[tiles.value_row(i)], x, nothing) for i, x in enumerate(scaled)]
 
@@ -248,7 +248,7 @@ def _write_results(shape: Shape, refs, shared: Shared, team, item: Item, state: 
         for head, x, nothing, reference in zip(ours, total, empty, state.reference):
             denominator = x
             if sinks is not None:
-                sink = memref.load(sinks, [ptx.index(arith.minsi(head, ptx.i32(heads - 1)))])
+                sink = ptx.load_4(sinks, ptx.extend(arith.minsi(head, ptx.i32(heads - 1))), ir.F32Type.get())
                 sink = ptx.exp2(arith.subf(arith.mulf(sink, _f32(LOG2_E)), reference))
                 denominator = arith.addf(denominator, sink)
             shares.append(arith.select(nothing, _f32(0.0), arith.divf(_f32(1.0), denominator)))
@@ -260,10 +260,10 @@ def _write_results(shape: Shape, refs, shared: Shared, team, item: Item, state: 
         for i, head in enumerate(ours):
             exists = arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))
             with mgpu_utils.when(arith.andi(writes, exists)):
-                position = [ptx.index(t), ptx.index(head)]
-                memref.store(arith.mulf(maximum[i], _f32(LN_2)), max_logits, position)
+                position = arith.addi(arith.muli(ptx.extend(t), ptx.i64(heads)), ptx.extend(head))
+                ptx.store_4(arith.mulf(maximum[i], _f32(LN_2)), max_logits, position)
                 value = arith.mulf(arith.addf(state.reference[i], ptx.log2(total[i])), _f32(LN_2))
-                memref.store(arith.select(empty[i], _f32(-math.inf), value), lse, position)
+                ptx.store_4(arith.select(empty[i], _f32(-math.inf), value), lse, position)
 
     emit(out_ref, max_ref, lse_ref, *sink_refs, *shared, team, item.t, state)
 
@@ -291,7 +291,7 @@ def _store_output(shape: Shape, out: ir.Value, t: ir.Value, acc: list[list[ir.Va
                 ptx.store_16(address, 2 * 2 * SLICE * j, quad)
 
 
-def consume(shape: Shape, refs, shared: Shared, scale: float, team, item: Item) -> None:
+def consume(shape: Shape, refs, shared: Shared, scale, team, item: Item) -> None:
     _wait_for_queries(shape, shared, team, item.number)
     step = functools.partial(_step, shape, scale, shared, team, item.end_block - 1)
     state = lax.fori_loop(item.first_block, item.end_block, step, _initial(shape))

@@ -78,12 +78,12 @@ def _store_valid(team: Team, block: ir.Value, rows: list[ir.Value]) -> None:
     ptx.barrier_arrive_at(barrier)
 
 
-def produce(shape: Shape, q_ref, kv_ref, indices_ref, shared: Shared, team, item: Item) -> None:
+def produce(shape: Shape, q_ref, kv_ref, indices_ref, sizes: tiles.Sizes, shared: Shared, team, item: Item) -> None:
     _gather_queries(shape, q_ref, shared, team, item)
 
     def row_numbers(block):
         first = (block - item.first_block) * BLOCK
-        return tiles.row_numbers(indices_ref, item.t, first, item.limit, kv_len=kv_ref.shape[0], blocks=1)
+        return tiles.row_numbers(indices_ref, sizes, item.t, first, item.limit, blocks=1)
 
     def step(block, rows):
         following = row_numbers(block + 1)
