@@ -133,7 +133,7 @@ _RECORDS = (
         binaries={"decode": ("sparse_decode", "90a")},
         batches=("prefill",),
         gradients=("prefill",),
-        torch=("decode",),
+        torch=PHASES,
     ),
     Backend(
         name="flashmla",

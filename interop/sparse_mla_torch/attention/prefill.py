@@ -62,7 +62,7 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     device = route.device_info(q.device)
     call = Call("prefill", workspace_layout(qk_dim), q_len, max(heads, 1), device, topk)
     try:
-        plan = route.plan(call, q, kv, indices, beside_flashmla=options.beside_flashmla)
+        plan = route.plan(call, *tensors, beside_flashmla=options.beside_flashmla)
     except route.FasterAlone as reason:
         return left_to_flashmla(reason)
     backend = route.backend_module(plan.backend)

@@ -34,7 +34,6 @@ from jax_sparse_mla.attention.hopper.prefill.tiles import (
     BY_ROW,
     FRAGMENT,
     LEAST,
-    LN_2,
     LOG2_E,
     REF,
     SLACK,
@@ -156,25 +155,24 @@ def _arrive(shared: Shared, barrier: int, *, for_wgmma: bool = False) -> None:
 # --- the producer --------------------------------------------------------------------------------------------------
 
 
-def _gather_queries(q_ref, shared: Shared, t, first_head, item) -> None:
+def _gather_queries(q_ref, shared: Shared, heads, t, first_head, item) -> None:
     """Copies 64 heads of a token; heads that q does not have become zero."""
 
-    @inline(REF, TILES, REF, SPLAT, SPLAT, SPLAT)
-    def emit(ctx, q, queries, barriers, t, first_head, item):
-        _, heads, columns = ir.MemRefType(q.type).shape
+    @inline(REF, TILES, REF, *[SPLAT] * 4)
+    def emit(ctx, q, queries, barriers, heads, t, first_head, item):
+        *_, columns = ir.MemRefType(q.type).shape
         rows, sources = [], []
         for row in tiles.thread_rows():
             head = arith.addi(scalar(first_head), row)
-            exists = arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))
+            exists = arith.cmpi(arith.CmpIPredicate.slt, head, scalar(heads))
             rows.append(arith.select(exists, head, ptx.i32(-1)))
-            number = arith.addi(arith.muli(ptx.extend(scalar(t)), ptx.i64(heads)), ptx.extend(head))
-            sources.append(tiles.source_address(q, number))
+            sources.append(tiles.source_address(q, ptx.number(scalar(t), scalar(heads), head)))
         target = tiles.tile_address(queries, columns)
         ptx.barrier_wait(barriers, Barrier.QUERIES_EMPTY, ptx.previous(scalar(item)))
         tiles.copy_rows(target, columns, range(columns // tiles.TILE_COLUMNS), rows, sources)
         ptx.barrier_arrive_after_copies(barriers, Barrier.QUERIES_FULL)
 
-    emit(q_ref, shared.queries, shared.barriers, t, first_head, item)
+    emit(q_ref, shared.queries, shared.barriers, heads, t, first_head, item)
 
 
 def _gather_pair(row_numbers, kv_ref, shared: Shared, pair) -> None:
@@ -420,10 +418,10 @@ def _right_step(shared: Shared, scale, last_pair, pair, state: State) -> State:
     return State(acc, both, total, jnp.maximum(state.maximum, block_maximum))
 
 
-def _write_results(half: int, refs, shared: Shared, item: Item, state: State) -> None:
+def _write_results(half: int, refs, sizes: Sizes, shared: Shared, item: Item, state: State) -> None:
     """Writes the half of `out` that this warpgroup owns; warpgroup 0 writes the statistics too."""
     out_ref, max_ref, lse_ref, sink_ref = refs
-    sinks = None if sink_ref is None else _load_sinks(sink_ref, item.first_head) * LOG2_E
+    sinks = None if sink_ref is None else _load_sinks(sink_ref, sizes.heads, item.first_head) * LOG2_E
     shared.sums[half] = state.total
     if half == 1:
         shared.maximum[0] = state.maximum
@@ -432,61 +430,61 @@ def _write_results(half: int, refs, shared: Shared, item: Item, state: State) ->
     total = state.total + _load(shared.sums, 1 - half, BY_ROW)
     denominator = total if sinks is None else total + jnp.exp2(sinks - state.reference)
     share = jnp.where(total == 0.0, 0.0, 1.0 / denominator)
-    _store_output(out_ref, (state.acc * _spread(share, state.acc)).astype(jnp.bfloat16), item, half)
+    _store_output(out_ref, (state.acc * _spread(share, state.acc)).astype(jnp.bfloat16), sizes.heads, item, half)
     if half == 0:
         maximum = jnp.maximum(state.maximum, _load(shared.maximum, 0, BY_ROW))
-        _store_statistic(max_ref, maximum * LN_2, item)
-        lse = (state.reference + jnp.log2(total)) * LN_2
-        _store_statistic(lse_ref, jnp.where(total == 0.0, -jnp.inf, lse), item)
+        _store_statistic(max_ref, maximum * sizes.unit, sizes.heads, item)
+        lse = (state.reference + jnp.log2(total)) * sizes.unit
+        _store_statistic(lse_ref, jnp.where(total == 0.0, sizes.empty, lse), sizes.heads, item)
 
 
-def _store_output(out_ref, out, item: Item, half: int) -> None:
-    @inline(REF, FRAGMENT, SPLAT, SPLAT)
-    def emit(ctx, out_ref, out, t, first_head):
-        tiles.store_columns(out_ref, out, scalar(t), scalar(first_head), half * HALF)
+def _store_output(out_ref, out, heads, item: Item, half: int) -> None:
+    @inline(REF, FRAGMENT, *[SPLAT] * 3)
+    def emit(ctx, out_ref, out, *numbers):
+        tiles.store_columns(out_ref, out, *map(scalar, numbers), half * HALF)
 
-    emit(out_ref, out, item.t, item.first_head)
-
-
-def _store_statistic(ref, x, item: Item) -> None:
-    @inline(REF, BY_ROW, SPLAT, SPLAT)
-    def emit(ctx, ref, x, t, first_head):
-        tiles.store_by_row(ref, x, scalar(t), scalar(first_head))
-
-    emit(ref, x, item.t, item.first_head)
+    emit(out_ref, out, heads, item.t, item.first_head)
 
 
-def _load_sinks(sink_ref, first_head) -> jax.Array:
-    @inline(REF, SPLAT, returns=plgpu.ShapeDtypeStruct((HEADS,), jnp.float32, BY_ROW))
-    def emit(ctx, ref, first_head):
-        return tiles.load_by_row(ref, scalar(first_head))
+def _store_statistic(ref, x, heads, item: Item) -> None:
+    @inline(REF, BY_ROW, *[SPLAT] * 3)
+    def emit(ctx, ref, x, *numbers):
+        tiles.store_by_row(ref, x, *map(scalar, numbers))
 
-    return emit(sink_ref, first_head)
+    emit(ref, x, heads, item.t, item.first_head)
+
+
+def _load_sinks(sink_ref, heads, first_head) -> jax.Array:
+    @inline(REF, SPLAT, SPLAT, returns=plgpu.ShapeDtypeStruct((HEADS,), jnp.float32, BY_ROW))
+    def emit(ctx, ref, *numbers):
+        return tiles.load_by_row(ref, *map(scalar, numbers))
+
+    return emit(sink_ref, heads, first_head)
 
 
 # --- the kernel ----------------------------------------------------------------------------------------------------
 
 
-def _for_each_item(work, length_ref, sizes: Sizes, *, heads: int, blocks: int) -> None:
+def _for_each_item(work, length_ref, sizes: Sizes) -> None:
     """Deals the items in turn, so that the head tiles of a token, which gather the same rows, run at the same time."""
-    head_tiles = -(-heads // HEADS)
+    head_tiles = lax.div(sizes.heads + (HEADS - 1), jnp.int32(HEADS))
     this = lax.axis_index("block")
 
     def one(number, first_pair):
-        position = this + number * blocks
-        t, first_head = lax.div(position, jnp.int32(head_tiles)), lax.rem(position, jnp.int32(head_tiles)) * HEADS
+        position = this + number * sizes.blocks
+        t, first_head = lax.div(position, head_tiles), lax.rem(position, head_tiles) * HEADS
         limit = columns_scanned(length_ref, sizes, t)
         # A token without keys has one pair that is all masked, so that every warpgroup passes every barrier.
         end_pair = first_pair + jnp.maximum(lax.div(limit + (PAIR - 1), jnp.int32(PAIR)), 1)
         work(Item(number, t, first_head, limit, first_pair, end_pair))
         return end_pair
 
-    count = lax.div(sizes.tokens * head_tiles - this + (blocks - 1), jnp.int32(blocks))
+    count = lax.div(sizes.tokens * head_tiles - this + (sizes.blocks - 1), sizes.blocks)
     lax.fori_loop(0, count, one, jnp.int32(0))
 
 
 def _produce(q_ref, kv_ref, indices_ref, sizes: Sizes, shared: Shared, item: Item) -> None:
-    _gather_queries(q_ref, shared, item.t, item.first_head, item.number)
+    _gather_queries(q_ref, shared, sizes.heads, item.t, item.first_head, item.number)
     row_numbers = functools.partial(tiles.row_numbers, indices_ref, sizes, item.t, limit=item.limit, blocks=2)
 
     def step(pair, rows):
@@ -497,11 +495,11 @@ def _produce(q_ref, kv_ref, indices_ref, sizes: Sizes, shared: Shared, item: Ite
     lax.fori_loop(item.first_pair, item.end_pair, step, row_numbers(jnp.int32(0)))
 
 
-def _consume(half: int, refs, shared: Shared, scale, item: Item) -> None:
+def _consume(half: int, refs, sizes: Sizes, shared: Shared, item: Item) -> None:
     _wait(shared, Barrier.QUERIES_FULL, item.number, for_wgmma=True)
-    step = functools.partial((_left_step, _right_step)[half], shared, scale, item.end_pair - 1)
+    step = functools.partial((_left_step, _right_step)[half], shared, sizes.scale, item.end_pair - 1)
     state = lax.fori_loop(item.first_pair, item.end_pair, step, State.initial())
-    _write_results(half, refs, shared, item, state)
+    _write_results(half, refs, sizes, shared, item, state)
 
 
 def sparse_prefill(
@@ -517,16 +515,16 @@ def sparse_prefill(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out bfloat16 `[tokens, heads, 512]`, max_logits and lse float32 `[tokens, heads]`; no dimension is 0.
 
-    With `sizes`, whose addresses are the fields of `Sizes`, the shapes' own are not read, and a launch takes as many
-    blocks as it has work for, at most `sm_count`.
+    With `sizes`, whose addresses are the fields of `Sizes`, the kernel is for launches without XLA: of the shapes it
+    uses qk_dim alone, and topk_length or attn_sink are absent where their addresses are 0.
     """
     tokens, heads, qk_dim = q.shape
-    blocks = sm_count if sizes else min(sm_count, tokens * -(-heads // HEADS))
+    blocks = min(sm_count, tokens * -(-heads // HEADS))
 
     def work(inputs, sizes, results, scratch):
         q_ref, kv_ref, indices_ref, length_ref, sink_ref = inputs
         out_refs, shared = (*results, sink_ref), Shared(*scratch)
-        each = functools.partial(_for_each_item, length_ref=length_ref, sizes=sizes, heads=heads, blocks=blocks)
+        each = functools.partial(_for_each_item, length_ref=length_ref, sizes=sizes)
         _init_barriers(shared)
         role = lax.axis_index("role")
         for half in range(2):
@@ -534,7 +532,7 @@ def sparse_prefill(
             @pl.when(role == half)
             def _consumer(half=half):
                 plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-                each(functools.partial(_consume, half, out_refs, shared, sizes.scale))
+                each(functools.partial(_consume, half, out_refs, sizes, shared))
 
         @pl.when(role == 2)
         def _producer():
@@ -559,10 +557,8 @@ def launched(
     def body(*refs):
         refs = iter(refs)
         inputs = [None if x is None else next(refs) for x in arrays]
-        if sizes:
-            numbers = Sizes.passed([next(refs) for _ in sizes])
-        else:
-            numbers = Sizes.known(tokens, kv.shape[0], indices.shape[1], softmax_scale * LOG2_E)
+        passed = [next(refs) for _ in sizes]
+        numbers = Sizes.passed(passed) if sizes else Sizes.known(q, kv, indices, softmax_scale, blocks)
         work(inputs, numbers, [next(refs) for _ in range(3)], list(refs))
 
     statistic = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 WARPGROUP = 128  # threads
 
@@ -33,6 +33,11 @@ def index(value: ir.Value) -> ir.Value:
 
 def extend(value: ir.Value) -> ir.Value:
     return arith.extsi(ir.IntegerType.get_signless(64), value)
+
+
+def number(t: ir.Value, heads: ir.Value, head: ir.Value) -> ir.Value:
+    """Of a token's head among all tokens' heads, as int64."""
+    return arith.addi(arith.muli(extend(t), extend(heads)), extend(head))
 
 
 def asm(text: str, constraints: str, *operands: ir.Value, result: ir.Type | None = None) -> ir.Value:
@@ -70,16 +75,26 @@ def global_address(ref: ir.Value) -> ir.Value:
 
 def load_4(ref: ir.Value, number: ir.Value, result: ir.Type) -> ir.Value:
     """Number `number` (int64) of an array of 4 bytes each in global memory."""
-    return llvm.load(result, _element(ref, number))
+    return llvm.load(result, _element(global_address(ref), number))
+
+
+def load_4_unless_absent(ref: ir.Value, number: ir.Value, absent: ir.Value) -> ir.Value:
+    """`load_4`, or `absent` of an array whose address is 0."""
+    address = global_address(ref)
+    there = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, address, i64(0)), [absent.type], has_else=True)
+    with ir.InsertionPoint(there.then_block):
+        scf.yield_([llvm.load(absent.type, _element(address, number))])
+    with ir.InsertionPoint(there.else_block):
+        scf.yield_([absent])
+    return there.result
 
 
 def store_4(value: ir.Value, ref: ir.Value, number: ir.Value) -> None:
-    llvm.store(value, _element(ref, number))
+    llvm.store(value, _element(global_address(ref), number))
 
 
-def _element(ref: ir.Value, number: ir.Value) -> ir.Value:
-    address = arith.addi(global_address(ref), arith.muli(number, i64(4)))
-    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), address)
+def _element(address: ir.Value, number: ir.Value) -> ir.Value:
+    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), arith.addi(address, arith.muli(number, i64(4))))
 
 
 # --- mbarriers, eight bytes each in shared memory ------------------------------------------------------------------

@@ -68,19 +68,25 @@ class Sizes(NamedTuple):
     """
 
     tokens: jax.Array
+    heads: jax.Array
     keys: jax.Array  # rows of kv
     columns: jax.Array  # of indices
     stride: jax.Array  # entries from one row of indices to the next
+    blocks: jax.Array  # of threads
     scale: jax.Array  # float32: of scores in base 2
+    unit: jax.Array  # float32: by which max_logits and lse in base 2 are multiplied
+    empty: jax.Array  # float32: lse of a token without keys
 
     @classmethod
-    def known(cls, tokens: int, keys: int, columns: int, scale: float) -> Sizes:
-        return cls(*map(jnp.int32, (tokens, keys, columns, columns)), jnp.float32(scale))
+    def known(cls, q, kv, indices, softmax_scale: float, blocks: int) -> Sizes:
+        """Those of the arrays' shapes."""
+        (tokens, heads, _), columns = q.shape, indices.shape[1]
+        integers = tokens, heads, kv.shape[0], columns, columns, blocks
+        return cls(*map(jnp.int32, integers), *map(jnp.float32, (softmax_scale * LOG2_E, LN_2, -math.inf)))
 
     @classmethod
     def passed(cls, refs) -> Sizes:
-        *integers, scale = refs
-        return cls(*(_passed(ref, jnp.int32) for ref in integers), _passed(scale, jnp.float32))
+        return cls(*(_passed(ref, jnp.int32) for ref in refs[:6]), *(_passed(ref, jnp.float32) for ref in refs[6:]))
 
 
 def _passed(ref, dtype) -> jax.Array:
@@ -197,7 +203,8 @@ def columns_scanned(length_ref, sizes: Sizes, t) -> jax.Array:
 
     @inline(REF, SPLAT, returns=plgpu.ShapeDtypeStruct((), jnp.int32, SPLAT))
     def emit(ctx, lengths, t):
-        return splat(ptx.load_4(lengths, ptx.extend(scalar(t)), ptx.i32_type()), is_signed=True)
+        length = ptx.load_4_unless_absent(lengths, ptx.extend(scalar(t)), ptx.i32(2**31 - 1))
+        return splat(length, is_signed=True)
 
     return jnp.minimum(emit(length_ref, t), sizes.columns)
 
@@ -267,21 +274,23 @@ def fragment_rows() -> tuple[ir.Value, ir.Value]:
     return row, arith.addi(row, ptx.i32(8))
 
 
-def store_columns(out: ir.Value, x: fa.FragmentedArray, t: ir.Value, first_head: ir.Value, first_column: int) -> None:
+def store_columns(
+    out: ir.Value, x: fa.FragmentedArray, heads: ir.Value, t: ir.Value, first_head: ir.Value, first_column: int
+) -> None:
     """Stores a bfloat16 fragment to `out[t, first_head:, first_column:]`, except heads that `out` does not have.
 
     Four lanes hold eight columns of a row, four bytes each. They exchange words so that each writes 16 bytes.
     """
-    _, heads, columns = ir.MemRefType(out.type).shape
+    *_, columns = ir.MemRefType(out.type).shape
     lane = arith.andi(ptx.thread_in_warpgroup(), ptx.i32(3))
     words = np.array(fragment_words(x), dtype=object).reshape(-1, 2)  # [eight columns, row]
     base = arith.addi(ptx.global_address(out), ptx.extend(arith.muli(lane, ptx.i32(16))))
     for row, row_words in zip(fragment_rows(), words.T):
         head = arith.addi(first_head, row)
-        number = arith.addi(arith.muli(ptx.extend(t), ptx.i64(heads)), ptx.extend(head))
+        number = ptx.number(t, heads, head)
         address = arith.addi(base, arith.muli(number, ptx.i64(2 * columns)))
         quads = [transposed(row_words[i : i + 4], lane) for i in range(0, len(row_words), 4)]
-        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))):
+        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, head, heads)):
             for i, quad in enumerate(quads):
                 ptx.store_16(address, 2 * first_column + 64 * i, quad)
 
@@ -299,26 +308,30 @@ def transposed(words: Sequence[ir.Value], lane: ir.Value) -> list[ir.Value]:
     return words
 
 
-def store_by_row(out: ir.Value, x: fa.FragmentedArray, t: ir.Value, first_head: ir.Value) -> None:
+def store_by_row(
+    out: ir.Value, x: fa.FragmentedArray, heads: ir.Value, t: ir.Value, first_head: ir.Value
+) -> None:
     """Stores one number for each row to `out[t, first_head:]`, except heads that `out` does not have."""
-    _, heads = ir.MemRefType(out.type).shape
-    first = arith.muli(ptx.extend(t), ptx.i64(heads))
     lane = arith.andi(ptx.thread_in_warpgroup(), ptx.i32(3))
     writes = arith.cmpi(arith.CmpIPredicate.eq, lane, ptx.i32(0))
     for row, value in zip(fragment_rows(), row_values(x)):
         head = arith.addi(first_head, row)
-        exists = arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))
+        exists = arith.cmpi(arith.CmpIPredicate.slt, head, heads)
         with mgpu_utils.when(arith.andi(writes, exists)):
-            ptx.store_4(value, out, arith.addi(first, ptx.extend(head)))
+            ptx.store_4(value, out, ptx.number(t, heads, head))
 
 
-def load_by_row(ref: ir.Value, first_head: ir.Value) -> fa.FragmentedArray:
-    """Loads float32 `ref[first_head:]`; a head past the last one gets the last one's value."""
-    (heads,) = ir.MemRefType(ref.type).shape
+def load_by_row(ref: ir.Value, heads: ir.Value, first_head: ir.Value) -> fa.FragmentedArray:
+    """The sinks of `first_head` and the heads after it."""
     layout = fa.WGMMA_LAYOUT.reduce([1])
     one = ir.VectorType.get((1,), ir.F32Type.get())
     registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)
     for i, row in enumerate(fragment_rows()):
-        head = arith.minsi(arith.addi(first_head, row), ptx.i32(heads - 1))
-        registers.flat[i] = vector.broadcast(one, ptx.load_4(ref, ptx.extend(head), ir.F32Type.get()))
+        registers.flat[i] = vector.broadcast(one, load_sink(ref, heads, arith.addi(first_head, row)))
     return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def load_sink(sinks: ir.Value, heads: ir.Value, head: ir.Value) -> ir.Value:
+    """A head's sink: the last one's of a head that is not there, −inf without sinks."""
+    head = arith.minsi(head, arith.subi(heads, ptx.i32(1)))
+    return ptx.load_4_unless_absent(sinks, ptx.extend(head), arith.constant(ir.F32Type.get(), -math.inf))

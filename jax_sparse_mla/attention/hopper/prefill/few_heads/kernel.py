@@ -38,19 +38,19 @@ from jax_sparse_mla.attention.hopper.prefill.kernel import launched
 from jax_sparse_mla.attention.hopper.prefill.tiles import Sizes, columns_scanned
 
 
-def _for_each_item(work, team, length_ref, sizes: Sizes, *, blocks: int) -> None:
+def _for_each_item(work, team, length_ref, sizes: Sizes) -> None:
     """Deals the items in turn."""
-    this = lax.axis_index("block") + team * blocks
+    this, step = lax.axis_index("block") + team * sizes.blocks, TEAMS * sizes.blocks
 
     def one(number, first_block):
-        t = this + number * (TEAMS * blocks)
+        t = this + number * step
         limit = columns_scanned(length_ref, sizes, t)
         # A token without keys has one block that is all masked, so that both warpgroups pass every barrier.
         end_block = first_block + jnp.maximum(lax.div(limit + (BLOCK - 1), jnp.int32(BLOCK)), 1)
         work(team, Item(number, t, limit, first_block, end_block))
         return end_block
 
-    count = lax.div(sizes.tokens - this + (TEAMS * blocks - 1), jnp.int32(TEAMS * blocks))
+    count = lax.div(sizes.tokens - this + (step - 1), step)
     lax.fori_loop(0, count, one, jnp.int32(0))
 
 
@@ -67,19 +67,19 @@ def sparse_prefill_few_heads(q, kv, indices, topk_length, attn_sink, *, softmax_
     """`kernel.sparse_prefill` for as few heads as this kernel `serves`."""
     tokens, heads, qk_dim = q.shape
     shape = _shape(heads, qk_dim)
-    blocks = sm_count if sizes else min(sm_count, tokens)
+    blocks = min(sm_count, tokens)
 
     def work(inputs, sizes, results, memory):
         q_ref, kv_ref, indices_ref, length_ref, sink_ref = inputs
         out_refs, shared = (*results, sink_ref), Shared(*memory)
-        each = functools.partial(_for_each_item, length_ref=length_ref, sizes=sizes, blocks=blocks)
+        each = functools.partial(_for_each_item, length_ref=length_ref, sizes=sizes)
         init_barriers(shape, shared)
         role = lax.axis_index("role")
 
         @pl.when(role < TEAMS)
         def _consumer():
             plgpu.set_max_registers(shape.consumer_registers, action="increase")
-            each(functools.partial(consume, shape, out_refs, shared, sizes.scale), role)
+            each(functools.partial(consume, shape, out_refs, sizes, shared), role)
 
         @pl.when(role >= TEAMS)
         def _producer():
