@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
+import struct
 import sys
 import tempfile
 import types
@@ -115,6 +117,8 @@ def _lowered(function: Any, shapes: tuple) -> tuple[bytes, int]:
                 walk(inner.operation)
 
     walk(module.operation)
+    if len(calls) != 1:
+        raise RuntimeError(f"the function has {len(calls)} calls, and must have one kernel alone")
     (call,) = calls
     code = call.attributes["mhlo.backend_config"]["module"].value_bytes
     return code, len(call.operands) + len(call.results)
@@ -152,10 +156,24 @@ def _compile(function: Any, shapes: tuple, driver: ctypes.CDLL) -> Compiled:
 def _elf_bytes(address: int) -> int:
     """The length of an ELF file of 64 bits: the end of its last table, of sections or of segments."""
     header = ctypes.string_at(address, 64)
-    word, half = (lambda at: int.from_bytes(header[at : at + 8], "little")), (
-        lambda at: int.from_bytes(header[at : at + 2], "little")
-    )
-    return max(word(40) + half(58) * half(60), word(32) + half(54) * half(56))
+    segments, sections = struct.unpack_from("<QQ", header, 32)
+    segment_bytes, num_segments, section_bytes, num_sections = struct.unpack_from("<4H", header, 54)
+    return max(segments + segment_bytes * num_segments, sections + section_bytes * num_sections)
+
+
+def why_not() -> str | None:
+    """Why Mosaic GPU cannot compile here; None if it can."""
+    import jax
+
+    if jax.__version_info__ < (0, 11, 1):
+        return f"it takes jax 0.11.1 or later, this is {jax.__version__}"
+    found = importlib.util.find_spec("jax_plugins")
+    names = {
+        path.name for folder in (found.submodule_search_locations if found else ()) for path in Path(folder).iterdir()
+    }
+    if not names & {"xla_cuda12", "xla_cuda13"}:
+        return "JAX's CUDA plugin is not installed: pip install 'jax[cuda13]'"
+    return None
 
 
 def main() -> None:
@@ -165,6 +183,8 @@ def main() -> None:
     parser.add_argument("kernel")
     parser.add_argument("variant")
     arguments = parser.parse_args()
+    if why := why_not():
+        sys.exit(why)
     with tempfile.TemporaryDirectory() as scratch:
         # First of all, so that everything that asks for libcuda.so.1 gets this one.
         path = compile_cache.compile_to(_DRIVER, Path(scratch) / "libcuda.so.1")

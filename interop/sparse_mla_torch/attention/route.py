@@ -37,7 +37,8 @@ def plan(call: Call, *arguments: Any, beside_flashmla: bool = False) -> Plan:
     override = override_of(call.phase)
     unable = unable_for(call.phase, call.device)
     for name in BACKENDS if arguments else ():
-        obstacle = None if name in unable else getattr(backend_module(name), f"{call.phase}_obstacle", None)
+        asked = name not in unable and override in (None, name)  # a backend may have to compile before it answers
+        obstacle = None if not asked else getattr(backend_module(name), f"{call.phase}_obstacle", None)
         if obstacle is not None and (why := obstacle(*arguments)):
             unable[name] = why
     made = plan_call(call, unable=unable, override=override)

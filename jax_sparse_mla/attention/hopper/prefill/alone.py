@@ -24,9 +24,7 @@ _NOMINAL = 1 << 16  # tokens and blocks of a trace. Compilers know the number of
 
 def name_of(heads: int, qk_dim: int) -> str:
     """The kernel for so many heads, the one that XLA's programs have."""
-    return next(
-        name for name, (most, dim) in KERNELS.items() if dim == qk_dim and (most is None or heads <= most)
-    )
+    return next(name for name, (most, dim) in KERNELS.items() if dim == qk_dim and (most is None or heads <= most))
 
 
 def work_items(tokens: int, heads: int, qk_dim: int) -> int:
@@ -35,9 +33,7 @@ def work_items(tokens: int, heads: int, qk_dim: int) -> int:
     return tokens if few else tokens * -(-heads // 64)
 
 
-def sizes(
-    *integers: int, softmax_scale: float, log2: bool, empty_lse: float
-) -> list[int]:
+def sizes(*integers: int, softmax_scale: float, log2: bool, empty_lse: float) -> list[int]:
     """The kernels' `Sizes` from `tokens, heads, keys, columns, stride, blocks` on, floats by their bits."""
     floats = softmax_scale * math.log2(math.e), 1.0 if log2 else math.log(2), empty_lse
     return [*integers, *(int.from_bytes(struct.pack("<f", x), "little") for x in floats)]

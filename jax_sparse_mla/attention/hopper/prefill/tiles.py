@@ -164,9 +164,7 @@ def copy_rows(
             ptx.copy_16(target, offset, source, (first_source_tile + tile) * 2 * TILE_COLUMNS, nbytes)
 
 
-def load_index(
-    indices: ir.Value, first: ir.Value, column: ir.Value, limit: ir.Value, num_keys: ir.Value
-) -> ir.Value:
+def load_index(indices: ir.Value, first: ir.Value, column: ir.Value, limit: ir.Value, num_keys: ir.Value) -> ir.Value:
     """The entry of a column, `first` the number of its row's first one: −1 past the limit, or if it names no key."""
     inside = arith.cmpi(arith.CmpIPredicate.slt, column, limit)
     entry = scf.IfOp(inside, [ptx.i32_type()], has_else=True)
@@ -308,9 +306,7 @@ def transposed(words: Sequence[ir.Value], lane: ir.Value) -> list[ir.Value]:
     return words
 
 
-def store_by_row(
-    out: ir.Value, x: fa.FragmentedArray, heads: ir.Value, t: ir.Value, first_head: ir.Value
-) -> None:
+def store_by_row(out: ir.Value, x: fa.FragmentedArray, heads: ir.Value, t: ir.Value, first_head: ir.Value) -> None:
     """Stores one number for each row to `out[t, first_head:]`, except heads that `out` does not have."""
     lane = arith.andi(ptx.thread_in_warpgroup(), ptx.i32(3))
     writes = arith.cmpi(arith.CmpIPredicate.eq, lane, ptx.i32(0))
