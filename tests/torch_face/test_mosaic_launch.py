@@ -1,4 +1,4 @@
-"""Prefill from torch by the Pallas kernels, without a GPU: what the driver is handed, and what serves where it cannot."""
+"""Prefill from torch by Pallas kernels, without a GPU: what the driver is handed, and what serves where it cannot."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Driver:
         self.function = LAUNCH(self.launch)
 
     def launch(self, function, *rest):
-        *sizes, stream, parameters, _ = rest
+        *sizes, _stream, parameters, _ = rest
         values = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(len(ORDER))]
         self.launches.append((function, sizes, dict(zip(ORDER, values))))
         return 0
