@@ -73,28 +73,29 @@ def global_address(ref: ir.Value) -> ir.Value:
     return llvm.inline_asm(i64_type, [address], "mov.b64 $0, $1;", "=l,l", has_side_effects=False, asm_dialect=0)
 
 
-def load_4(ref: ir.Value, number: ir.Value, result: ir.Type) -> ir.Value:
-    """Number `number` (int64) of an array of 4 bytes each in global memory."""
-    return llvm.load(result, _element(global_address(ref), number))
+def load_at(address: ir.Value, result: ir.Type) -> ir.Value:
+    """What is at an address (int64) in global memory."""
+    return llvm.load(result, llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), address))
 
 
 def load_4_unless_absent(ref: ir.Value, number: ir.Value, absent: ir.Value) -> ir.Value:
-    """`load_4`, or `absent` of an array whose address is 0."""
+    """Number `number` (int64) of an array of 4 bytes each, or `absent` of an array whose address is 0."""
     address = global_address(ref)
     there = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, address, i64(0)), [absent.type], has_else=True)
     with ir.InsertionPoint(there.then_block):
-        scf.yield_([llvm.load(absent.type, _element(address, number))])
+        scf.yield_([load_at(element(address, number), absent.type)])
     with ir.InsertionPoint(there.else_block):
         scf.yield_([absent])
     return there.result
 
 
 def store_4(value: ir.Value, ref: ir.Value, number: ir.Value) -> None:
-    llvm.store(value, _element(global_address(ref), number))
+    llvm.store(value, llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), element(global_address(ref), number)))
 
 
-def _element(address: ir.Value, number: ir.Value) -> ir.Value:
-    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), arith.addi(address, arith.muli(number, i64(4))))
+def element(address: ir.Value, number: ir.Value) -> ir.Value:
+    """The address of number `number` (int64) of an array of 4 bytes each."""
+    return arith.addi(address, arith.muli(number, i64(4)))
 
 
 # --- mbarriers, eight bytes each in shared memory ------------------------------------------------------------------

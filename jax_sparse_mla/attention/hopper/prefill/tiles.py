@@ -143,8 +143,9 @@ def source_address(ref: ir.Value, row: ir.Value) -> ir.Value:
     columns = ir.MemRefType(ref.type).shape[-1]
     _, chunk = _thread_row_and_chunk()
     row = arith.maxsi(row, ptx.i64(0))
-    offset = arith.addi(arith.muli(row, ptx.i64(2 * columns)), ptx.extend(arith.muli(chunk, ptx.i32(16))))
-    return arith.addi(ptx.global_address(ref), offset)
+    # In this order the sum of the row is one multiply-add. LLVM would make the chunk's a bitwise or.
+    first = arith.addi(ptx.global_address(ref), ptx.extend(arith.muli(chunk, ptx.i32(16))))
+    return arith.addi(first, arith.muli(row, ptx.i64(2 * columns)))
 
 
 def copy_rows(
@@ -164,12 +165,12 @@ def copy_rows(
             ptx.copy_16(target, offset, source, (first_source_tile + tile) * 2 * TILE_COLUMNS, nbytes)
 
 
-def load_index(indices: ir.Value, first: ir.Value, column: ir.Value, limit: ir.Value, num_keys: ir.Value) -> ir.Value:
-    """The entry of a column, `first` the number of its row's first one: −1 past the limit, or if it names no key."""
+def load_index(address: ir.Value, column: ir.Value, limit: ir.Value, num_keys: ir.Value) -> ir.Value:
+    """The entry of a column: −1 past the limit, or if it names no key."""
     inside = arith.cmpi(arith.CmpIPredicate.slt, column, limit)
     entry = scf.IfOp(inside, [ptx.i32_type()], has_else=True)
     with ir.InsertionPoint(entry.then_block):
-        row = ptx.load_4(indices, arith.addi(first, ptx.extend(column)), ptx.i32_type())
+        row = ptx.load_at(address, ptx.i32_type())
         exists = arith.cmpi(arith.CmpIPredicate.ult, row, num_keys)  # unsigned: negative rows are large
         scf.yield_([arith.select(exists, row, ptx.i32(-1))])
     with ir.InsertionPoint(entry.else_block):
@@ -183,12 +184,14 @@ def row_numbers(indices_ref, sizes: Sizes, t, first_column, limit, *, blocks: in
 
     @inline(REF, *[SPLAT] * 5, returns=plgpu.ShapeDtypeStruct(layout.args[0], jnp.int32, layout))
     def emit(ctx, indices, keys, stride, t, first_column, limit):
-        first = arith.muli(ptx.extend(scalar(t)), ptx.extend(scalar(stride)))
+        own_row, _ = _thread_row_and_chunk()
+        column = arith.addi(scalar(first_column), own_row)
+        number = arith.addi(arith.muli(ptx.extend(scalar(t)), ptx.extend(scalar(stride))), ptx.extend(column))
+        address = ptx.element(ptx.global_address(indices), number)
         rows = []
-        for block in range(blocks):
-            for row in thread_rows():
-                column = arith.addi(arith.addi(scalar(first_column), row), ptx.i32(ROWS * block))
-                rows.append(load_index(indices, first, column, scalar(limit), scalar(keys)))
+        for step in (ROWS * block + _ROW_STEP * i for block in range(blocks) for i in range(ROWS_PER_THREAD)):
+            place = arith.addi(address, ptx.i64(4 * step)), arith.addi(column, ptx.i32(step))
+            rows.append(load_index(*place, scalar(limit), scalar(keys)))
         return per_thread(rows)
 
     return emit(indices_ref, sizes.keys, sizes.stride, t, first_column, limit)
