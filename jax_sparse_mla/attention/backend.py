@@ -131,6 +131,7 @@ _RECORDS = (
             Need(("absl-py",), ("absl",), frameworks=("jax",), phases=("prefill",)),  # Mosaic GPU imports it
         ),
         binaries={"decode": ("sparse_decode", "90a")},
+        unready="jax_sparse_mla.attention.hopper.prefill.alone:unready",
         batches=("prefill",),
         gradients=("prefill",),
         torch=PHASES,

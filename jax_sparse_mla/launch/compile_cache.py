@@ -133,8 +133,7 @@ def _compile_and_open(library: Library, folder: Path, opener: Callable[[Path], T
 
 def available(library: Library) -> bool:
     """Whether `load` has something to begin with: a carried or cached binary, or a compiler."""
-    carried = carried_path(library)
-    if find_compiler(library.compiler) is not None or (carried is not None and carried.is_file()):
+    if find_compiler(library.compiler) is not None or is_carried(library):
         return True
     with contextlib.suppress(OSError):
         return _cached(library, private_folder()) is not None
@@ -159,6 +158,11 @@ def python_extension(name: str) -> Callable[[Path], ModuleType]:
 def carried_path(library: Library) -> Path | None:
     """Where the package has the binary, if it has one; the sources, flags and machine must be the same."""
     return None if library.carried is None else library.carried / f"{_stem(library)}.so"
+
+
+def is_carried(library: Library) -> bool:
+    path = carried_path(library)
+    return path is not None and path.is_file()
 
 
 def _stem(library: Library) -> str:

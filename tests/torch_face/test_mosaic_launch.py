@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib.util
 import math
 import struct
+import threading
+import types
 import warnings
 
+import jax
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import sparse_mla_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_mla_torch.attention import call_cache, prefill, route
 from sparse_mla_torch.launch import launcher
 from sparse_mla_torch.launch import mosaic as launching
 
-from jax_sparse_mla.attention.hopper.prefill import alone
+from jax_sparse_mla.attention.backend import Call
+from jax_sparse_mla.attention.hopper.prefill import alone, tiles
+from jax_sparse_mla.attention.hopper.prefill.few_heads.kernel import serves
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.launch import compile_cache, mosaic
+from jax_sparse_mla.kv_cache.layout import KVLayout
+from jax_sparse_mla.launch import build, compile_cache, mosaic
 
 pytestmark = pytest.mark.torch
 H200 = DeviceInfo("cuda", (9, 0), 132, 232_448)
@@ -27,7 +36,7 @@ UINT = ctypes.c_uint
 POINTERS = ctypes.POINTER(ctypes.c_void_p)
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[UINT] * 7, ctypes.c_void_p, POINTERS, ctypes.c_void_p)
 # As Mosaic orders the parameters: by where the kernel first uses them.
-ORDER = (*range(5, 14), 3, 4, 14, 15, 16, 0, 2, 1)
+ORDER = (*range(5, 15), 3, 4, 15, 16, 17, 0, 2, 1)
 COMPILED = mosaic.Compiled(b"\x7fELF code", "kernel", 384, 218_112, ORDER)
 
 
@@ -88,6 +97,17 @@ def number(x: float) -> int:
     return struct.unpack("<I", struct.pack("<f", x))[0]
 
 
+def sizes_of(arguments, blocks, log2=False):
+    """The numbers of a call in the kernels' order."""
+    q, kv, indices, *_ = arguments
+    return tiles.Sizes(
+        **{"tokens": len(q), "heads": q.shape[1], "q_heads": q.stride(0) // q.shape[2], "keys": len(kv)},
+        **{"columns": indices.shape[2], "stride": indices.stride(0), "blocks": blocks},
+        **{"scale": number(0.5 * math.log2(math.e)), "unit": number(1.0 if log2 else math.log(2))},
+        empty=number(math.inf),
+    )
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 400),
@@ -121,11 +141,159 @@ def test_every_call_is_one_kernel_that_takes_its_sizes_as_data(
     blocks = min(132, rows if few else rows * -(-heads // 64))
     assert (function, sizes) == (77, [blocks, 1, 1, 384, 1, 1, 218_112])
     addresses = [0 if x is None else x.data_ptr() for x in (*arguments, *results)]
-    numbers = [rows, heads, keys, topk, topk, blocks]
-    numbers += map(number, (0.5 * math.log2(math.e), 1.0 if log2 else math.log(2), math.inf))
+    numbers = sizes_of(arguments, blocks, log2)
     assert [values[i] for i in range(len(ORDER))] == [*addresses[:5], *(256 * n for n in numbers), *addresses[5:]]
     assert [x.shape for x in results] == [(rows, heads, 512), (rows, heads), (rows, heads)]
     assert set(loaded) == {alone.library(alone.name_of(heads, qk_dim)).name}
+
+
+def test_tokens_that_stand_apart_are_not_copied(driver, on_hopper):
+    """Heads that the engine pads, and rows of indices in a wider table; heads or columns that stand apart are."""
+    q, kv, indices, lengths, sink = tensors(5, 64, topk=7)
+    given = {"q": q[:, :8], "kv": kv, "indices": indices[..., :3], "lengths": lengths, "sink": sink[:8]}
+    for name, x in (("q", q[:, ::8]), ("indices", indices[..., ::2]), (None, None)):
+        arguments = [*(given | ({name: x} if name else {})).values()]
+        driver.launches.clear()
+        prepared(arguments).run(*arguments, None)
+        ((_, _, values),) = driver.launches
+        assert [values[i] == x.data_ptr() for i, x in enumerate(arguments)] == [each != name for each in given]
+    numbers = sizes_of(arguments, blocks=5)
+    assert (numbers.q_heads, numbers.stride) == (64, 7)
+    assert [values[i] for i in range(5, 15)] == [256 * n for n in numbers]
+
+
+@pytest.mark.parametrize("qk_dim", [512, 576])
+def test_a_kernel_serves_the_heads_that_it_has_room_for(qk_dim):
+    for heads in range(1, 200):
+        most, dim = alone.KERNELS[alone.name_of(heads, qk_dim)]
+        assert dim == qk_dim and (most is not None) == serves(heads, qk_dim) and heads <= (most or heads)
+        smaller = [m for m, d in alone.KERNELS.values() if d == dim and m is not None and heads <= m < (most or 999)]
+        assert not smaller
+
+
+@pytest.mark.parametrize("name", ["8x512", "any-x576"])
+def test_it_lowers_without_a_gpu_and_takes_its_sizes_as_data(name):
+    function, shapes = alone.prefill(name)
+    assert len(shapes) == 5 + len(tiles.Sizes._fields)
+    assert mosaic._lowered(function, shapes)[1] == len(ORDER)
+
+
+def test_the_file_of_a_kernel(tmp_path):
+    path = tmp_path / "kernel.so"
+    mosaic.write(path, COMPILED)
+    assert mosaic.read(path) == COMPILED
+    whole = path.read_bytes()
+    for broken in (b"", whole[:-1], whole[1:], whole[20:], b"\x7fELF", whole[-29:]):
+        path.write_bytes(broken)
+        with pytest.raises(RuntimeError, match="holds no kernel"):
+            mosaic.read(path)
+
+
+def test_the_length_of_an_elf_file():
+    """The last table ends it: of sections, or of segments."""
+    for segments, sections in (((64, 56, 2), (1000, 64, 5)), ((2000, 56, 3), (1000, 64, 5))):
+        header = struct.pack("<32xQQ6x4H2x", segments[0], sections[0], *segments[1:], *sections[1:])
+        image = ctypes.create_string_buffer(header, 64)
+        expected = max(at + size * count for at, size, count in (segments, sections))
+        assert mosaic._elf_bytes(ctypes.addressof(image)) == expected
+
+
+@pytest.fixture
+def loads(monkeypatch, on_hopper):
+    """What `warm_up` loads on an H200."""
+    loaded = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(launching, "load", lambda library, device: loaded.append((library.name, device)))
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("shapes", "names"),
+    [
+        ([(8, 512), (5, 512), (128, 576)], ["prefill-8x512", "prefill-8x512", "prefill-any-x576"]),
+        ([], sorted(f"prefill-{name}" for name in alone.KERNELS)),
+    ],
+)
+def test_warming_up_loads_the_kernels_of_a_model(loads, shapes, names):
+    sparse_mla_torch.warm_up(*shapes)
+    assert sorted(loads) == [(name, 3) for name in names]
+    loads.clear()
+    sparse_mla_torch.warm_up((64, 512), device=torch.device("cuda:1"))
+    assert loads == [("prefill-any-x512", 1)]
+
+
+def test_kernels_are_compiled_side_by_side(loads, monkeypatch):
+    both = threading.Barrier(2, timeout=20)
+    monkeypatch.setattr(launching, "load", lambda library, device: both.wait())
+    sparse_mla_torch.warm_up((8, 512), (64, 512))
+    assert not both.broken
+
+
+@pytest.mark.parametrize("other", ["no GPU", "SM80", "Triton is named"])
+def test_there_is_nothing_to_warm_up_for_others(loads, monkeypatch, other):
+    if other == "no GPU":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    elif other == "SM80":
+        monkeypatch.setattr(route, "device_info", lambda device: DeviceInfo("cuda", (8, 0), 108, 166_912))
+    else:
+        monkeypatch.setenv("JAX_SPARSE_MLA_PREFILL_BACKEND", "triton")
+    sparse_mla_torch.warm_up()
+    assert loads == []
+
+
+@pytest.mark.parametrize(
+    ("version", "plugin", "carried", "why"),
+    [
+        ((0, 10, 2), True, False, "jax 0.11.1 or later"),
+        ((0, 11, 1), False, False, "CUDA plugin is not installed"),
+        ((0, 11, 1), True, False, None),
+        ((0, 10, 2), False, True, None),
+    ],
+)
+def test_what_a_launch_from_torch_takes(monkeypatch, tmp_path, version, plugin, carried, why):
+    """JAX's programs compile prefill by themselves, and a wheel may carry it."""
+    (tmp_path / ("xla_cuda13" if plugin else "other")).mkdir()
+    found = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.setattr(compile_cache, "is_carried", lambda library: carried)
+    said = alone.unready("prefill", "torch")
+    assert said == why if why is None else why in said
+    assert alone.unready("prefill", "jax") is alone.unready("decode", "torch") is None
+
+
+def test_a_wheel_carries_the_kernels():
+    assert {f"prefill-{name}" for name in alone.KERNELS} <= {library.name for library in build.libraries()}
+
+
+@pytest.mark.parametrize(
+    ("device", "absent", "expected"),
+    [
+        (H200, (), "hopper"),
+        (H200, ("hopper",), "flashmla"),
+        (H200, ("hopper", "flashmla"), "triton"),
+        (H200, ("hopper", "flashmla", "triton"), "reference"),
+        (DeviceInfo("cuda", (8, 0), 108, 166_912), (), "triton"),
+        (DeviceInfo("cuda", (10, 0), 148, 232_448), (), "flashmla"),
+        (DeviceInfo("cpu"), (), "reference"),
+    ],
+)
+@pytest.mark.parametrize(("heads", "topk"), [(8, 640), (128, 2048)])
+def test_the_route_of_prefill(monkeypatch, device, absent, expected, heads, topk):
+    for name in ("JAX_SPARSE_MLA_BACKEND", "JAX_SPARSE_MLA_PREFILL_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(route, "missing", lambda name, phase, device: "absent" if name in absent else None)
+    call = Call("prefill", KVLayout.V4_BF16, 4096, heads, device, topk)
+    plan = route.plan(call)
+    assert plan.backend == expected and all("absent" in plan.rejected[name] for name in absent)
+    flashmlas = expected != "hopper" and device.compute_capability in ((9, 0), (10, 0))  # an engine's own
+    with pytest.raises(route.FasterAlone) if flashmlas else contextlib.nullcontext():
+        assert route.plan(call, beside_flashmla=True).backend == expected
+    if absent:
+        monkeypatch.setenv("JAX_SPARSE_MLA_PREFILL_BACKEND", "hopper")
+        with pytest.raises(ValueError, match="absent"):
+            route.plan(call)
 
 
 def test_it_writes_where_it_is_told(driver, on_hopper):
@@ -135,7 +303,7 @@ def test_it_writes_where_it_is_told(driver, on_hopper):
     results = prepared(arguments).run(*arguments, out)
     assert results[0] is out[0] and results[1] is out[1]
     (launch,) = driver.launches
-    assert [launch[2][i] for i in (14, 15, 16)] == [x.data_ptr() for x in results]
+    assert [launch[2][i] for i in (15, 16, 17)] == [x.data_ptr() for x in results]
 
 
 def test_what_is_not_aligned_or_not_compiled_is_anothers(on_hopper, monkeypatch):

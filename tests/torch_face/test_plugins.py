@@ -195,6 +195,8 @@ def make_layer() -> tuple[type, dict]:
     """A class like vLLM's V4 layer, and the globals of its methods."""
     source = """
 class DeepseekV4FlashMLAAttention:
+    n_local_heads, head_dim = 16, 512
+
     @classmethod
     def get_padded_num_q_heads(cls, num_heads):
         return 64
@@ -218,6 +220,10 @@ def test_the_v4_layer_calls_ours_with_its_own_heads(vllm, monkeypatch):
     layer = attention_class(theirs)
     assert attention_class(theirs) is layer and issubclass(layer, theirs)
     assert layer.get_padded_num_q_heads(16) == 16 and theirs.get_padded_num_q_heads(16) == 64
+    warmed = []
+    monkeypatch.setattr(served.prefill, "warm_up", lambda *shapes: warmed.extend(shapes))
+    layer()
+    assert warmed == [(16, 512)]
     case, small = per_request(heads=16, extra=(40, 2)), small_prefill(heads=16)
     decode, prefill = calls.decode_arguments(case), calls.prefill_arguments(small)
     prefill["scale"] = prefill.pop("sm_scale")
@@ -287,6 +293,9 @@ class Impl:
 
     softmax_scale = 0.05
 
+    def __init__(self, num_heads, head_size, *args):
+        pass
+
     def _fp8_flash_mla_kernel(self, q, kv_c_and_k_pe_cache, topk_indices, kernel_metadata):
         assert q.shape[2] == 16  # it pads, in its own way
         return "theirs"
@@ -305,7 +314,10 @@ def test_the_v32_class(vllm, monkeypatch):
     from sparse_mla_torch.plugins import vllm_v32
 
     monkeypatch.delitem(sys.modules, "sparse_mla_torch.plugins.vllm_v32")
-    impl = vllm_v32.JaxSparseMLABackend.get_impl_cls()()
+    warmed = []
+    monkeypatch.setattr(served.prefill, "warm_up", lambda *shapes: warmed.extend(shapes))
+    impl = vllm_v32.JaxSparseMLABackend.get_impl_cls()(16, 576, 0.05)
+    assert warmed == [(16, 576)]
     case = per_request(layout="V32_FP8", heads=16, lengths="none")
     arguments = calls.decode_arguments(case)
     impl.softmax_scale = case.softmax_scale
@@ -407,8 +419,24 @@ def test_sglang_asks_ours_first(sglang):
     assert served.counts == {(DECODE, "ours"): 1, (PREFILL, "ours"): 2}
 
 
+def fresh_class(cls: type) -> type:
+    """The same class anew: SGLang's are changed."""
+    return type(cls.__name__, cls.__bases__, dict(vars(cls)))
+
+
 class PaddingBackend:
     """As SGLang's of V3.2: the heads of a rank become 64, of which it takes its own from the output."""
+
+    num_dcp_q_heads, kv_lora_rank, qk_rope_head_dim = 16, 512, 64
+
+    def _forward_flashmla_sparse(
+        self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale, topk_length=None, attn_sink=None
+    ):
+        padded = torch.nn.functional.pad(q_all, (0, 0, 0, 64 - q_all.shape[1]))
+        prefill = sys.modules[sglang_plugin.MODULE].flash_mla_sparse_fwd
+        indices, lengths = page_table_1.unsqueeze(1), topk_length
+        out, _ = prefill(q=padded, kv=kv_cache, indices=indices, sm_scale=sm_scale, topk_length=lengths)
+        return out
 
     def _forward_flashmla_kv(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1):
         q = q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim)
@@ -424,8 +452,8 @@ class PaddingBackend:
 @pytest.mark.parametrize("served_by", ["ours", "theirs"])
 def test_ours_computes_no_head_that_sglang_pads(sglang, monkeypatch, served_by):
     case = per_request(layout="V32_FP8", topk=64, heads=16, q_len=1, lengths="none", sink=False)
-    put(monkeypatch, **{sglang_plugin.V32_BACKEND: {"DeepseekSparseAttnBackend": PaddingBackend}})
-    monkeypatch.setattr(PaddingBackend, "_forward_flashmla_kv", PaddingBackend._forward_flashmla_kv)  # and back
+    backend = fresh_class(PaddingBackend)
+    put(monkeypatch, **{sglang_plugin.V32_BACKEND: {"DeepseekSparseAttnBackend": backend}})
     sglang_plugin.register()
     sglang.apply(sys.modules[sglang_plugin.MODULE])
     heads, decode = [], flash_mla.flash_mla_with_kvcache
@@ -440,7 +468,7 @@ def test_ours_computes_no_head_that_sglang_pads(sglang, monkeypatch, served_by):
     given = calls.decode_arguments(case)
     layer = types.SimpleNamespace(tp_q_head_num=16, head_dim=576)
     arguments = given["q"].flatten(1), given["k_cache"], 512, case.softmax_scale, layer, None, given["indices"][:, 0]
-    out = PaddingBackend()._forward_flashmla_kv(*arguments)
+    out = backend()._forward_flashmla_kv(*arguments)
     assert heads == [16] and sglang_plugin._unpadded.q is None
     if served_by == "ours":
         calls.assert_close_flashmla(calls.array(out), calls.decode_oracle(case)[0], "decode.out")
@@ -448,11 +476,86 @@ def test_ours_computes_no_head_that_sglang_pads(sglang, monkeypatch, served_by):
         assert out == "theirs"
 
 
+@pytest.mark.parametrize("lengths", ["as many", "others"])
+@pytest.mark.parametrize("served_by", ["ours", "theirs"])
+def test_v32s_prefill_is_asked_before_sglang_pads_it(sglang, monkeypatch, served_by, lengths):
+    backend = fresh_class(PaddingBackend)
+    put(monkeypatch, **{sglang_plugin.V32_BACKEND: {"DeepseekSparseAttnBackend": backend}})
+    sglang_plugin.register()
+    sglang.apply(sys.modules[sglang_plugin.MODULE])
+    heads, prefill = [], flash_mla.flash_mla_sparse_fwd
+
+    def ours(q, *args, **kwargs):
+        heads.append(q.shape[1])
+        if served_by == "theirs":
+            raise ValueError("ours refuses this")
+        return prefill(q, *args, **kwargs)
+
+    monkeypatch.setattr(flash_mla, "flash_mla_sparse_fwd", ours)
+    given = calls.prefill_arguments(small_prefill(dim=576, heads=16)) | {"attn_sink": None}
+    q, kv, indices, lens = (given[name] for name in ("q", "kv", "indices", "topk_length"))
+    wanted = lens if lengths == "as many" else None
+    lens = lens if lengths == "as many" else lens[1:]
+    out = backend()._forward_flashmla_sparse(q, kv, 512, indices[:, 0], given["sm_scale"], lens)
+    assert heads == [16] and not sglang_plugin._unpadded.left
+    assert served.counts == {(PREFILL, "ours" if served_by == "ours" else "refused"): 1}
+    if served_by == "ours":
+        wanted = prefill(**given | {"topk_length": wanted})[0]  # without lengths NaN beyond them
+        torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert out == "theirs"
+
+
 class V4Backend:
     """As SGLang's of V4: the model has padded the heads, and takes its own from what is given back."""
 
+    def __init__(self, model_runner=None):
+        self.model_runner = model_runner
+
     def forward(self, q, k, v, layer, forward_batch, *args, **kwargs):
+        if "kv" in kwargs:
+            return sys.modules[sglang_plugin.MODULE].flash_mla_sparse_fwd(q=q, **kwargs)[0]
         return sys.modules[sglang_plugin.MODULE].flash_mla_with_kvcache(q=q, **kwargs)[0]
+
+
+@pytest.mark.parametrize("served_by", ["ours", "theirs"])
+def test_v4s_prefill_has_no_head_that_sglang_pads_but_room_for_it(sglang, monkeypatch, served_by):
+    backend = fresh_class(V4Backend)
+    put(monkeypatch, **{sglang_plugin.V4_BACKEND: {"DeepseekV4AttnBackend": backend}})
+    sglang_plugin.register()
+    sglang.apply(sys.modules[sglang_plugin.MODULE])
+    given = calls.prefill_arguments(small_prefill(heads=16))
+    wanted = flash_mla.flash_mla_sparse_fwd(**given)[0]
+    q = torch.full((len(given["q"]), 64, 512), torch.nan, dtype=torch.bfloat16)  # SGLang's padding is not written
+    q[:, :16] = given.pop("q")
+    given["attn_sink"] = torch.nn.functional.pad(given["attn_sink"], (0, 48))
+    if served_by == "theirs":
+        given["kv"] = given["kv"].float()
+    batch = types.SimpleNamespace(forward_mode=types.SimpleNamespace(is_decode=lambda: False))
+    out = backend().forward(q, None, None, types.SimpleNamespace(tp_q_head_num=16), batch, **given)
+    if served_by == "ours":
+        assert out.shape == (len(q), 64, 512) and torch.equal(out[:, :16], wanted)
+    else:
+        assert out == "theirs"
+
+
+def test_sglangs_backends_warm_prefill_up(sglang, monkeypatch):
+    warmed, parallel = [], types.SimpleNamespace(attn_tp_size=8)
+    monkeypatch.setattr(served.prefill, "warm_up", lambda *shapes: warmed.extend(shapes))
+    v32, v4 = fresh_class(PaddingBackend), fresh_class(V4Backend)
+    put(monkeypatch, **{sglang_plugin.V32_BACKEND: {"DeepseekSparseAttnBackend": v32}})
+    put(
+        monkeypatch,
+        **{sglang_plugin.V4_BACKEND: {"DeepseekV4AttnBackend": v4, "get_parallel": lambda: parallel}},
+    )
+    sglang_plugin.register()
+    v32()
+    v4(types.SimpleNamespace(model_config=types.SimpleNamespace(num_attention_heads=64, head_dim=512)))
+    assert warmed == [(16, 576), (8, 512)]
+    v4(None)  # whatever goes wrong, SGLang's backend is made
+    monkeypatch.setattr(served.prefill, "warm_up", refuse(RuntimeError("no compiler")))
+    v32()
+    assert len(warmed) == 2
 
 
 @pytest.mark.parametrize(
@@ -460,15 +563,15 @@ class V4Backend:
 )
 def test_ours_computes_no_head_of_v4_that_sglang_pads(sglang, monkeypatch, rows, is_decode, heads, asked):
     """Where the copy of the queries is worth while, in a decode: a graph of an extend wants all heads back."""
-    put(monkeypatch, **{sglang_plugin.V4_BACKEND: {"DeepseekV4AttnBackend": V4Backend}})
-    monkeypatch.setattr(V4Backend, "forward", V4Backend.forward)  # and back
+    backend = fresh_class(V4Backend)
+    put(monkeypatch, **{sglang_plugin.V4_BACKEND: {"DeepseekV4AttnBackend": backend}})
     sglang_plugin.register()
     sglang.apply(sys.modules[sglang_plugin.MODULE])
     case = per_request(heads=16, batch=rows, q_len=1)
     given = calls.decode_arguments(case)
     mode = types.SimpleNamespace(is_decode=lambda: is_decode)
     layer, batch = types.SimpleNamespace(tp_q_head_num=heads), types.SimpleNamespace(forward_mode=mode)
-    out = V4Backend().forward(given.pop("q"), None, None, layer, batch, **given)
+    out = backend().forward(given.pop("q"), None, None, layer, batch, **given)
     assert out.shape[2] == asked and served.counts == {(DECODE, "ours"): 1} and sglang_plugin._unpadded.heads is None
     wanted = calls.decode_oracle(case)[0][:, :, :asked]
     calls.assert_close_flashmla(calls.array(out), wanted, "decode.out")

@@ -2,7 +2,8 @@
 
 A backend's functions for torch stand in `attention/backends/<name>.py`: `decode` and `prefill` make the call of one
 shape; `decode_obstacle` and `prefill_obstacle`, where there are any, say why the backend cannot take these tensors;
-`WRITES_INTO` says whether its calls write into results that they are given.
+`WRITES_INTO` says whether its calls write into results that they are given, `PREFILL_APART` of which tensors prefill
+takes tokens that stand evenly apart.
 """
 
 from __future__ import annotations

@@ -150,7 +150,8 @@ static bool read_parameter(PyObject* item, Parameter* parameter) {
 
 PyDoc_STRVAR(kernel_doc,
              "kernel(function, grid_x, grid_y, grid_z, threads, shared_bytes, alignment, num_tensors, parameters): for "
-             "`launch`, of tensors at multiples of `alignment` bytes. Each parameter is the number of the tensor whose address it is, or the bytes of a constant.");
+             "`launch`, of tensors at multiples of `alignment` bytes. Each parameter is the number of the tensor whose "
+             "address it is, or the bytes of a constant.");
 
 static PyObject* make_kernel(PyObject* module, PyObject* arguments) {
   Kernel kernel = {.function = NULL};

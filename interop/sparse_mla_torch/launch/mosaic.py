@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from jax_sparse_mla.launch import compile_cache, mosaic
+from jax_sparse_mla.packages import once
 from sparse_mla_torch.launch import launcher
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -27,7 +28,7 @@ class Function(NamedTuple):
     device: int
 
 
-@functools.cache
+@once
 def load(library: compile_cache.Library, device: int) -> Function | None:
     """The kernel on a device, compiled if need be; None, with a warning why, where it cannot be."""
     try:
@@ -43,7 +44,7 @@ def load(library: compile_cache.Library, device: int) -> Function | None:
     return Function(function.value, compiled, device)
 
 
-@functools.cache
+@once
 def _compiled(library: compile_cache.Library) -> mosaic.Compiled:
     return compile_cache.load(library, mosaic.read)
 

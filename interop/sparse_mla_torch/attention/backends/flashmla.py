@@ -22,6 +22,7 @@ from sparse_mla_torch.attention.sanitise import Sanitiser, Table
 from sparse_mla_torch.operations.checks import are_aligned
 
 WRITES_INTO = False
+PREFILL_APART = ()
 _LN_2 = math.log(2)
 
 

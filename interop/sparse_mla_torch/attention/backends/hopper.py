@@ -16,11 +16,13 @@ from jax_sparse_mla.attention.hopper.prefill import alone
 from jax_sparse_mla.attention.index_table import V_DIM, TableShape
 from jax_sparse_mla.launch import build
 from sparse_mla_torch.attention import route
+from sparse_mla_torch.attention.backends import heads_apart
 from sparse_mla_torch.attention.call_cache import Results
 from sparse_mla_torch.launch import launcher, mosaic
 from sparse_mla_torch.operations.checks import are_aligned
 
 WRITES_INTO = True
+PREFILL_APART = ("q", "indices")
 _NUM_TENSORS = 11
 _NO_TABLE = [0, 0, 0, *NO_CACHE]
 
@@ -78,22 +80,23 @@ def prefill_obstacle(q, kv, indices, lengths, attn_sink) -> str | None:
     """Why the kernel cannot take these tensors; None if it can."""
     if not are_aligned((q, kv)):
         return "its kernel reads 16 bytes at a time: q and kv must begin at multiples of 16 bytes"
-    if q.shape[1] and _prefill_function(q.shape[1], q.shape[2], q.get_device()) is None:
+    if q.shape[1] and prefill_function(q.shape[1], q.shape[2], q.get_device()) is None:
         return "its kernel cannot be compiled here: a warning says why"
     return None
 
 
-def _prefill_function(heads: int, qk_dim: int, device: int) -> mosaic.Function | None:
+def prefill_function(heads: int, qk_dim: int, device: int) -> mosaic.Function | None:
+    """Prefill's kernel for so many heads, compiled if need be; None, with a warning why, where it cannot be."""
     return mosaic.load(alone.library(alone.name_of(heads, qk_dim)), device)
 
 
 def prefill(options, q, table, has_sink) -> Callable[..., Results]:
     """As `prefill.prepare`'s `run`, at one shape."""
     tokens, heads, qk_dim = q.shape
-    function, items = _prefill_function(heads, qk_dim, q.get_device()), alone.work_items(tokens, heads, qk_dim)
+    function, items = prefill_function(heads, qk_dim, q.get_device()), alone.work_items(tokens, heads, qk_dim)
     blocks = min(items, route.device_info(q.device).sm_count)
     sizes = alone.sizes(
-        *(tokens, heads, table.num_slots, table.topk, table.topk, blocks),
+        *(tokens, heads, heads_apart(q) or heads, table.num_slots, table.topk, table.stride or table.topk, blocks),
         softmax_scale=options.softmax_scale,
         log2=options.log2,
         empty_lse=options.empty_lse,

@@ -34,7 +34,7 @@ def work_items(tokens: int, heads: int, qk_dim: int) -> int:
 
 
 def sizes(*integers: int, softmax_scale: float, log2: bool, empty_lse: float) -> list[int]:
-    """The kernels' `Sizes` from `tokens, heads, keys, columns, stride, blocks` on, floats by their bits."""
+    """The kernels' `Sizes` from its integers on, `tokens` to `blocks`, floats by their bits."""
     floats = softmax_scale * math.log2(math.e), 1.0 if log2 else math.log(2), empty_lse
     return [*integers, *(int.from_bytes(struct.pack("<f", x), "little") for x in floats)]
 
@@ -44,6 +44,17 @@ def library(name: str) -> compile_cache.Library:
     folder = Path(__file__).parent
     sources = [path for path in sorted(folder.rglob("*.py")) if path != Path(__file__)]
     return mosaic.library(f"{__name__}:prefill", name, (Path(__file__), *sources))
+
+
+def libraries() -> list[compile_cache.Library]:
+    return [library(name) for name in KERNELS]
+
+
+def unready(phase: str, framework: str) -> str | None:
+    """Why a launch without XLA cannot be compiled here; None if it can, or if a wheel carries it."""
+    if (phase, framework) != ("prefill", "torch") or all(compile_cache.is_carried(each) for each in libraries()):
+        return None
+    return mosaic.why_not()
 
 
 def prefill(name: str):

@@ -155,24 +155,24 @@ def _arrive(shared: Shared, barrier: int, *, for_wgmma: bool = False) -> None:
 # --- the producer --------------------------------------------------------------------------------------------------
 
 
-def _gather_queries(q_ref, shared: Shared, heads, t, first_head, item) -> None:
-    """Copies 64 heads of a token; heads that q does not have become zero."""
+def _gather_queries(q_ref, shared: Shared, sizes: Sizes, t, first_head, item) -> None:
+    """Copies 64 heads of a token; heads that there are not become zero."""
 
-    @inline(REF, TILES, REF, *[SPLAT] * 4)
-    def emit(ctx, q, queries, barriers, heads, t, first_head, item):
+    @inline(REF, TILES, REF, *[SPLAT] * 5)
+    def emit(ctx, q, queries, barriers, heads, q_heads, t, first_head, item):
         *_, columns = ir.MemRefType(q.type).shape
         rows, sources = [], []
         for row in tiles.thread_rows():
             head = arith.addi(scalar(first_head), row)
             exists = arith.cmpi(arith.CmpIPredicate.slt, head, scalar(heads))
             rows.append(arith.select(exists, head, ptx.i32(-1)))
-            sources.append(tiles.source_address(q, ptx.number(scalar(t), scalar(heads), head)))
+            sources.append(tiles.source_address(q, ptx.number(scalar(t), scalar(q_heads), head)))
         target = tiles.tile_address(queries, columns)
         ptx.barrier_wait(barriers, Barrier.QUERIES_EMPTY, ptx.previous(scalar(item)))
         tiles.copy_rows(target, columns, range(columns // tiles.TILE_COLUMNS), rows, sources)
         ptx.barrier_arrive_after_copies(barriers, Barrier.QUERIES_FULL)
 
-    emit(q_ref, shared.queries, shared.barriers, heads, t, first_head, item)
+    emit(q_ref, shared.queries, shared.barriers, sizes.heads, sizes.q_heads, t, first_head, item)
 
 
 def _gather_pair(row_numbers, kv_ref, shared: Shared, pair) -> None:
@@ -484,7 +484,7 @@ def _for_each_item(work, length_ref, sizes: Sizes) -> None:
 
 
 def _produce(q_ref, kv_ref, indices_ref, sizes: Sizes, shared: Shared, item: Item) -> None:
-    _gather_queries(q_ref, shared, sizes.heads, item.t, item.first_head, item.number)
+    _gather_queries(q_ref, shared, sizes, item.t, item.first_head, item.number)
     row_numbers = functools.partial(tiles.row_numbers, indices_ref, sizes, item.t, limit=item.limit, blocks=2)
 
     def step(pair, rows):

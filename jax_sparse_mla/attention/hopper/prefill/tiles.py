@@ -69,6 +69,7 @@ class Sizes(NamedTuple):
 
     tokens: jax.Array
     heads: jax.Array
+    q_heads: jax.Array  # from one token of q to the next: q may have more heads than these
     keys: jax.Array  # rows of kv
     columns: jax.Array  # of indices
     stride: jax.Array  # entries from one row of indices to the next
@@ -81,12 +82,12 @@ class Sizes(NamedTuple):
     def known(cls, q, kv, indices, softmax_scale: float, blocks: int) -> Sizes:
         """Those of the arrays' shapes."""
         (tokens, heads, _), columns = q.shape, indices.shape[1]
-        integers = tokens, heads, kv.shape[0], columns, columns, blocks
+        integers = tokens, heads, heads, kv.shape[0], columns, columns, blocks
         return cls(*map(jnp.int32, integers), *map(jnp.float32, (softmax_scale * LOG2_E, LN_2, -math.inf)))
 
     @classmethod
     def passed(cls, refs) -> Sizes:
-        return cls(*(_passed(ref, jnp.int32) for ref in refs[:6]), *(_passed(ref, jnp.float32) for ref in refs[6:]))
+        return cls(*(_passed(ref, jnp.int32) for ref in refs[:7]), *(_passed(ref, jnp.float32) for ref in refs[7:]))
 
 
 def _passed(ref, dtype) -> jax.Array:

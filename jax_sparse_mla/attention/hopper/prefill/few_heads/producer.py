@@ -22,12 +22,12 @@ from jax_sparse_mla.attention.hopper.prefill.tiles import REF, SPLAT, inline, sc
 _ROW_NUMBERS = tiles.per_thread_layout(tiles.ROWS_PER_THREAD)  # of a block
 
 
-def _gather_queries(shape: Shape, q_ref, heads, shared: Shared, team, item: Item) -> None:
-    """Copies a token's heads; heads that q does not have become zero."""
+def _gather_queries(shape: Shape, q_ref, sizes: tiles.Sizes, shared: Shared, team, item: Item) -> None:
+    """Copies a token's heads; heads that there are not become zero."""
 
-    @inline(REF, *SHARED_TYPES, *[SPLAT] * 4)
+    @inline(REF, *SHARED_TYPES, *[SPLAT] * 5)
     def emit(ctx, q, *args):
-        *refs, heads, team, t, item = args
+        *refs, heads, q_heads, team, t, item = args
         team = Team(shape, refs, scalar(team))
         *_, columns = ir.MemRefType(q.type).shape
         copied = -(-shape.heads // 16)  # rows of a thread
@@ -35,7 +35,7 @@ def _gather_queries(shape: Shape, q_ref, heads, shared: Shared, team, item: Item
         ptx.barrier_wait_at(team.barrier(shape.barriers.queries_empty), ptx.previous(scalar(item)))
         for i, row in enumerate(tiles.thread_rows()[:copied]):
             exists = arith.cmpi(arith.CmpIPredicate.slt, row, scalar(heads))
-            number = arith.select(exists, ptx.number(scalar(t), scalar(heads), row), ptx.i64(0))
+            number = arith.select(exists, ptx.number(scalar(t), scalar(q_heads), row), ptx.i64(0))
             source = tiles.source_address(q, number)
             nbytes = arith.select(exists, ptx.i32(16), ptx.i32(0))
             with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, ptx.i32(shape.heads))):
@@ -44,7 +44,7 @@ def _gather_queries(shape: Shape, q_ref, heads, shared: Shared, team, item: Item
                     ptx.copy_16(target, offset, source, tile * 2 * SLICE, nbytes)
         ptx.barrier_arrive_after_copies_at(team.barrier(shape.barriers.queries_full))
 
-    emit(q_ref, *shared, heads, team, item.t, item.number)
+    emit(q_ref, *shared, sizes.heads, sizes.q_heads, team, item.t, item.number)
 
 
 def _gather_block(shape: Shape, row_numbers, kv_ref, shared: Shared, team, block) -> None:
@@ -78,7 +78,7 @@ def _store_valid(team: Team, block: ir.Value, rows: list[ir.Value]) -> None:
 
 
 def produce(shape: Shape, q_ref, kv_ref, indices_ref, sizes: tiles.Sizes, shared: Shared, team, item: Item) -> None:
-    _gather_queries(shape, q_ref, sizes.heads, shared, team, item)
+    _gather_queries(shape, q_ref, sizes, shared, team, item)
 
     def row_numbers(block):
         first = (block - item.first_block) * BLOCK
