@@ -567,7 +567,7 @@ fault("plugin-selection", "vLLM gets our V4 layer where the flag does not say so
       '"name", None) != NAME:', '"name", None) == "none":')
 fault = of("interop/sparse_mla_torch/plugins/calls.py", "tests/torch_face/test_plugins.py")
 fault("plugin-failure", "what has failed is asked again", "_off.add(function)", "_off.discard(function)")
-fault = of("interop/sparse_mla_torch/plugins/sglang.py", "tests/torch_face/test_plugins.py")
+fault = of("interop/sparse_mla_torch/plugins/sglang.py", "tests/torch_face/test_sglang_plugin.py")
 fault("plugin-sink", "the sink keeps the heads that SGLang pads",
       "return q[:, :, :heads], None if sink is None else sink[:heads]", "return q[:, :, :heads], sink")
 fault("plugin-prefill-room", "a graph of an extend gets back fewer heads than it has room for",
