@@ -120,8 +120,6 @@ def measure(name: str, wheel) -> dict:
 
     row, graphs, direct = {}, {"direct": in_a_graph(call(wheel))}, call(wheel)
     for backend, options in VARIANTS:
-        if backend == "hopper" and not decodes:
-            continue  # torch calls its decode alone
         ours = call(flash_mla, **options)
         us, beyond = beside(direct, ours, backend)
         label = f"{backend or 'routed'}{' valid' if options else ''}"

@@ -131,9 +131,10 @@ _RECORDS = (
             Need(("absl-py",), ("absl",), frameworks=("jax",), phases=("prefill",)),  # Mosaic GPU imports it
         ),
         binaries={"decode": ("sparse_decode", "90a")},
+        unready="jax_sparse_mla.attention.hopper.prefill.alone:unready",
         batches=("prefill",),
         gradients=("prefill",),
-        torch=("decode",),
+        torch=PHASES,
     ),
     Backend(
         name="flashmla",

@@ -41,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"binaries   carried: {', '.join(carried) or 'none, compilers make them at the first use'}")
     if others:
         print(f"binaries   not used, made of other sources or for another machine: {', '.join(others)}")
+    if version("torch") and BACKENDS["hopper"].wrong_device(device) is None:
+        why = BACKENDS["hopper"].missing("prefill", "torch", device)
+        print(f"torch      prefill: {'hopper' if why is None else f'not hopper, the fastest: {why}'}")
     for engine, plugin in _engines():
         print(f"engine     {engine:10} {plugin}")
     for name, backend in BACKENDS.items() if args.verbose else ():

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_sparse_mla.launch import compile_cache
+from jax_sparse_mla.launch import compile_cache, mosaic
 from jax_sparse_mla.packages import once, why_not
 
 _PACKAGE = Path(__file__).parents[1]
@@ -99,9 +99,12 @@ def _tvm_headers() -> list[str]:
 
 
 def libraries() -> list[compile_cache.Library]:
-    """All that a wheel carries: torch's launcher, what XLA calls the kernels through, and the kernels."""
+    """All that a wheel carries: torch's launcher and prefill, what XLA calls the kernels through, and the kernels."""
+    from jax_sparse_mla.attention.hopper.prefill import alone  # which launches by this package
+
     launchers = [entry.load() for entry in entry_points(group="jax_sparse_mla.libraries")]
-    return [*launchers, binder(), *(library(name, arch) for name, archs in KERNELS.items() for arch in archs)]
+    kernels = [library(name, arch) for name, archs in KERNELS.items() for arch in archs]
+    return [*launchers, binder(), *kernels, *alone.libraries()]
 
 
 def carried() -> tuple[list[str], list[str]]:
@@ -115,11 +118,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jax_sparse_mla.launch.build",
         description="Compiles the CUDA kernels, and what XLA and torch call them through, into the package, so that a "
-        "wheel built from it carries them. It needs nvcc, a C++ compiler, apache-tvm-ffi and torch.",
+        "wheel built from it carries them. It needs nvcc, a C++ compiler, apache-tvm-ffi and torch, and for torch's "
+        "prefill jax 0.11.1 or later with its CUDA plugin.",
     )
     parser.parse_args()
 
-    def made(each: compile_cache.Library) -> Path:
+    def made(each: compile_cache.Library) -> Path | str:
+        if each.compiler == "mosaic" and (why := mosaic.why_not()):
+            return f"{each.name} is left out: {why}"
         for old in folder().glob(f"{each.name}-*.so"):
             old.unlink()
         return compile_cache.compile_to(each, compile_cache.carried_path(each))

@@ -28,6 +28,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -43,8 +44,15 @@ T = TypeVar("T")
 
 # By kind: the variable that names the compiler, and what is looked for on the PATH without it.
 _COMPILERS = {"nvcc": (None, ("nvcc",)), "c": ("CC", ("cc", "gcc", "clang")), "c++": ("CXX", ("c++", "g++", "clang++"))}
-_SHARED = {"nvcc": ("-shared", "-Xcompiler", "-fPIC"), "c": ("-shared", "-fPIC"), "c++": ("-shared", "-fPIC")}
-_HEADERS = (".h", ".cuh")
+_COMPILERS["mosaic"] = None, ("Mosaic GPU",)
+_MOSAIC = (sys.executable, "-m", "jax_sparse_mla.launch.mosaic")
+_SHARED = {
+    "nvcc": ("-shared", "-Xcompiler", "-fPIC"),
+    "c": ("-shared", "-fPIC"),
+    "c++": ("-shared", "-fPIC"),
+    "mosaic": (),  # of a Pallas kernel: no library, but device code
+}
+_NOT_COMPILED = (".h", ".cuh", ".py")  # what the others include, or what Python imports
 _FLAG_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # nvcc reads them by itself
 
 # Errors of opening a library that is cut short, of another machine, or linked against what is not there.
@@ -58,7 +66,7 @@ class Library:
     Attributes:
       name: what its file's name begins with.
       sources: its files; headers are included by the others, which are compiled side by side.
-      compiler: "nvcc", "c" or "c++".
+      compiler: "nvcc", "c", "c++" or "mosaic" (`launch/mosaic.py`).
       flags: the compiler's, beside those of a shared library.
       includes: gives the folders of headers of others; asked when it is compiled.
       packages: distributions, against whose headers it is compiled.
@@ -125,8 +133,7 @@ def _compile_and_open(library: Library, folder: Path, opener: Callable[[Path], T
 
 def available(library: Library) -> bool:
     """Whether `load` has something to begin with: a carried or cached binary, or a compiler."""
-    carried = carried_path(library)
-    if find_compiler(library.compiler) is not None or (carried is not None and carried.is_file()):
+    if find_compiler(library.compiler) is not None or is_carried(library):
         return True
     with contextlib.suppress(OSError):
         return _cached(library, private_folder()) is not None
@@ -151,6 +158,11 @@ def python_extension(name: str) -> Callable[[Path], ModuleType]:
 def carried_path(library: Library) -> Path | None:
     """Where the package has the binary, if it has one; the sources, flags and machine must be the same."""
     return None if library.carried is None else library.carried / f"{_stem(library)}.so"
+
+
+def is_carried(library: Library) -> bool:
+    path = carried_path(library)
+    return path is not None and path.is_file()
 
 
 def _stem(library: Library) -> str:
@@ -181,6 +193,8 @@ def _digest(*parts: object) -> str:
 
 def find_compiler(kind: str) -> tuple[str, ...] | None:
     """The command of a compiler: what $CC or $CXX says, or the first of its names on the PATH; None without one."""
+    if kind == "mosaic":
+        return _MOSAIC
     variable, names = _COMPILERS[kind]
     if variable is not None and (words := shlex.split(os.environ.get(variable) or "")):
         program = shutil.which(words[0])
@@ -212,7 +226,7 @@ def compile_to(library: Library, path: Path) -> Path:
         install = f"install one, or name it in {variable}" if variable else "install the CUDA toolkit, or add its bin"
         raise RuntimeError(f"{library.name} has to be compiled, and {one} on the PATH: {install}")
     headers = [word for folder in library.includes() for word in ("-isystem", folder)]
-    units = [str(source) for source in library.sources if source.suffix not in _HEADERS]
+    units = [str(source) for source in library.sources if source.suffix not in _NOT_COMPILED]
     shared = [*_SHARED[library.compiler], *library.flags]
     # The flags come last: a library among them is searched for what the source leaves open.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:

@@ -17,6 +17,7 @@ from attention_calls import pretend_installed
 from jax_sparse_mla import DeviceInfo, packages
 from jax_sparse_mla.attention import machine
 from jax_sparse_mla.attention.backend import BACKENDS
+from jax_sparse_mla.attention.hopper.prefill import alone
 from jax_sparse_mla.backend import KERNEL_UNUSABLE
 from jax_sparse_mla.cli import doctor, generate, main, report, setup
 from jax_sparse_mla.serving import presets as texts
@@ -86,6 +87,10 @@ def test_doctor_describes_a_gpu_and_says_what_to_install(capsys, monkeypatch):
     assert install == 'install    pip install "jax-sparse-mla[cuda13]" (or cuda12)'
     pretend_gpu(monkeypatch, "hopper")
     assert run(capsys, "doctor")[1].startswith("kernels    decode: hopper, the fastest here\n")
+    monkeypatch.setattr(doctor, "version", lambda name: "1.0")
+    for why, said in (("it takes jax 0.11.1", "not hopper, the fastest: it takes jax 0.11.1"), (None, "hopper")):
+        monkeypatch.setattr(alone, "unready", lambda phase, framework, why=why: why)
+        assert f"torch      prefill: {said}\n" in run(capsys, "doctor")[1]
     no_kernel = {"prefill": {}, "decode": {"hopper": KERNEL_UNUSABLE}}
     monkeypatch.setattr(machine, "missing_for", no_kernel.get)
     assert run(capsys, "doctor")[1].splitlines()[2].startswith("install    nvcc (the CUDA toolkit)")

@@ -6,6 +6,7 @@ import pytest
 import sparse_mla_torch.launch
 
 from jax_sparse_mla import packages
+from jax_sparse_mla.attention.hopper.prefill import alone
 from jax_sparse_mla.launch import build as cuda_build
 from jax_sparse_mla.launch import compile_cache
 
@@ -94,12 +95,16 @@ def test_the_command_puts_all_that_a_wheel_carries_into_the_package(kernels, mon
         (kernels.parent / "launch" / name).touch()
     launcher = dataclasses.replace(sparse_mla_torch.launch.LIBRARY, includes=list, carried=kernels)
     monkeypatch.setattr(sparse_mla_torch.launch, "LIBRARY", launcher)
+    prefill = dataclasses.replace(launcher, name="prefill", compiler="mosaic")
+    monkeypatch.setattr(alone, "libraries", lambda: [prefill])
+    monkeypatch.setattr(cuda_build.mosaic, "why_not", lambda: "JAX is old")
     monkeypatch.setattr("sys.argv", ["build"])
     (kernels / "some-sm80-of-before.so").touch()
     cuda_build.main()
     made = sorted(path.name for path in kernels.glob("*.so"))
     kinds = [name.partition("-x")[0].partition("-a")[0] for name in made]
     assert kinds == ["launcher", "some-sm80", "some-sm90a", "tvm_bind"]
-    assert sorted(capsys.readouterr().out.split()) == [str(kernels / name) for name in made]
+    *printed, last = capsys.readouterr().out.splitlines()
+    assert sorted(printed) == [str(kernels / name) for name in made] and last == "prefill is left out: JAX is old"
     monkeypatch.setattr(compile_cache.shutil, "which", lambda name: None)
     assert compile_cache.Path(module()).parent == kernels

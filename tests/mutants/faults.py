@@ -512,13 +512,43 @@ fault("drop-in-empty-lse", "a row without a key has an lse of −inf, FlashMLA's
       '_INF = float("inf")', '_INF = -float("inf")')
 fault("drop-in-schedule", "a schedule serves a call of another shape",
       "elif meta.config != shape:", "elif meta.config is None:")
-fault = of("interop/sparse_mla_torch/attention/decode.py", "tests/torch_face/test_engine_calls.py",
-           "tests/torch_face/test_flash_mla_drop_in.py")
+fault = of("interop/sparse_mla_torch/attention/decode.py", "tests/torch_face/test_mosaic_launch.py")
 fault("drop-in-row-stride", "index rows that stand apart are read as one block",
-      "return of_batch if batch > 1 else topk", "return topk",
-      why="on a CPU the rows are copied: the stride is the GPU kernels'")
+      "return of_batch if batch > 1 else topk", "return topk")
 fault = of("interop/sparse_mla_torch/attention/backends/__init__.py", "tests/torch_face/test_flash_mla_drop_in.py")
 fault("drop-in-log2", "lse in base 2 is not", "lse.mul_(_LOG2_E)", "lse")
+fault = of("interop/sparse_mla_torch/attention/backends/__init__.py", "tests/torch_face/test_mosaic_launch.py")
+fault("heads-apart", "queries whose heads stand apart are read as dense",
+      "of_head != values or of_token % values", "of_token % values")
+fault = of("interop/sparse_mla_torch/attention/backends/hopper.py", "tests/torch_face/test_mosaic_launch.py")
+fault("prefill-q-heads", "queries among an engine's padding are read as dense", "heads_apart(q) or heads", "heads")
+fault("prefill-indices-stride", "prefill reads index rows that stand apart as one block",
+      "table.topk, table.stride or table.topk, blocks", "table.topk, table.topk, blocks")
+fault("prefill-blocks", "prefill launches a block for each multiprocessor, though there are fewer items",
+      "min(items, route", "max(items, route")
+fault = of("interop/sparse_mla_torch/attention/prefill.py", "tests/torch_face/test_mosaic_launch.py")
+fault("warm-up-in-turn", "kernels are compiled one after the other",
+      "ThreadPoolExecutor(len(shapes))", "ThreadPoolExecutor(1)")
+fault("warm-up-override", "kernels are compiled though another backend is named",
+      'or override_of("prefill") not in (None, "hopper")', "")
+fault = of("interop/sparse_mla_torch/launch/mosaic.py", "tests/torch_face/test_mosaic_launch.py")
+fault("mosaic-numbers", "a number is passed as another", "(256 * number).to_bytes", "(128 * number).to_bytes")
+fault("mosaic-order", "tensors go to the parameters in the order of the arrays",
+      "tuple(order[i] for i in compiled.parameters)", "tuple(order[: len(compiled.parameters)])")
+fault = of("jax_sparse_mla/launch/mosaic.py", "tests/torch_face/test_mosaic_launch.py")
+fault("mosaic-file", "a file without the code is read", "or not data.startswith(", "or data.startswith(")
+fault("mosaic-elf", "the code ends with the first of its last tables", "return max(segments", "return min(segments")
+fault("mosaic-version", "an older JAX is taken to compile for a launch without XLA",
+      "jax.__version_info__ < (0, 11, 1)", "jax.__version_info__ < (0, 10, 1)")
+fault = of("jax_sparse_mla/attention/hopper/prefill/alone.py", "tests/torch_face/test_mosaic_launch.py")
+fault("prefill-kernel-heads", "8 heads take the kernel of 16", "heads <= most)", "heads < most)")
+fault("prefill-items", "128 heads are one item", "-(-heads // 64)", "-(-heads // 128)")
+fault("prefill-carried", "kernels that a wheel carries are not used with an older JAX",
+      "all(compile_cache.is_carried(each) for each in libraries())", "False")
+fault = of("jax_sparse_mla/attention/hopper/prefill/tiles.py", "tests/torch_face/test_mosaic_launch.py")
+fault("prefill-sizes", "the kernel takes the number of keys for that of index columns",
+      "    keys: jax.Array  # rows of kv\n    columns: jax.Array  # of indices\n",
+      "    columns: jax.Array  # of indices\n    keys: jax.Array  # rows of kv\n")
 fault = of("interop/sparse_mla_torch/handover.py", "tests/torch_face/test_handover.py")
 fault("handover-ring", "the oldest token of the compressor's ring is left behind",
       "max(0, place.computed - window), place.computed)", "max(0, place.computed - window + 1), place.computed)")
@@ -547,8 +577,15 @@ fault("plugin-selection", "vLLM gets our V4 layer where the flag does not say so
       '"name", None) != NAME:', '"name", None) == "none":')
 fault = of("interop/sparse_mla_torch/plugins/calls.py", "tests/torch_face/test_plugins.py")
 fault("plugin-failure", "what has failed is asked again", "_off.add(function)", "_off.discard(function)")
-fault = of("interop/sparse_mla_torch/plugins/sglang.py", "tests/torch_face/test_plugins.py")
-fault("plugin-sink", "the sink keeps the heads that SGLang pads", "else sink[:heads]", "else sink")
+fault = of("interop/sparse_mla_torch/plugins/sglang.py", "tests/torch_face/test_sglang_plugin.py")
+fault("plugin-sink", "the sink keeps the heads that SGLang pads",
+      "return q[:, :, :heads], None if sink is None else sink[:heads]", "return q[:, :, :heads], sink")
+fault("plugin-prefill-room", "a graph of an extend gets back fewer heads than it has room for",
+      "return padded, *statistics", "return out, *statistics")
+fault("plugin-prefill-left", "ours is asked again for the prefill of V3.2 that it has left",
+      "if _unpadded.left:", "if False:")
+fault("plugin-prefill-lengths", "lengths of other rows are taken", "and len(topk_length) == len(q_all)", "")
+fault("plugin-warm-up", "prefill of all ranks' heads is prepared", " // module.get_parallel().attn_tp_size", "")
 fault = of("interop/sparse_mla_torch/plugins/short_prefill.py", "tests/torch_face/test_short_prefill.py")
 fault("short-prefill-override", "a backend that is named for prefill is not asked",
       'override_of("prefill") is not None or ', "")

@@ -420,7 +420,7 @@ def test_the_route(monkeypatch, rows, heads, topk, expected):
     assert route.plan(call).backend == expected
     absent.clear()
     assert route.plan(call).backend == "hopper"
-    assert "does not call" in route.unable_for("prefill", H200)["hopper"]
+    assert route.plan(Call("prefill", KVLayout.V4_BF16, rows, heads, H200, topk)).backend == "hopper"
     monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "triton")
     assert route.plan(call).backend == "triton"
     monkeypatch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", "hopper")
@@ -483,9 +483,11 @@ def test_what_flashmlas_prefill_cannot_take():
     bf16 = {"dtype": torch.bfloat16}
     given = {"q": torch.zeros(1, 64, 512, **bf16), "kv": torch.zeros(3, 1, 512, **bf16)}
     given["indices"] = torch.zeros((1, 1, 64), dtype=torch.int32)
-    assert flashmla.prefill_obstacle(**given) is None
+    absent = {"lengths": None, "attn_sink": None}
+    assert flashmla.prefill_obstacle(**given, **absent) is None
     for name in given:  # 16 bytes are not enough for indices
-        assert "begin at multiples" in flashmla.prefill_obstacle(**given | {name: shifted(given[name], 4)})
+        moved = given | {name: shifted(given[name], 4)}
+        assert "begin at multiples" in flashmla.prefill_obstacle(**moved, **absent)
 
 
 IMPORTS = """

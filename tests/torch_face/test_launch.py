@@ -188,7 +188,7 @@ def test_failures(driver, module):
         ((1,), ValueError),
     ):
         with pytest.raises(error, match=r"kernel|bytes"):
-            module.kernel(1, 1, 1, 1, 32, 0, 1, parameters)
+            module.kernel(1, 1, 1, 1, 32, 0, 16, 1, parameters)
     for function in (module.launch, module.launch_again):
         with pytest.raises(TypeError, match="must be a kernel"):
             function(None, x)

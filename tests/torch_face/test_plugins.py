@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import importlib.util
 import inspect
 import logging
@@ -19,6 +18,7 @@ pytest.importorskip("triton")
 import drop_in_calls as calls
 from attention_calls import H200, small_prefill
 from drop_in_calls import check_decode, check_prefill, per_request
+from plugin_stubs import fresh, put, refuse  # noqa: F401 - a fixture
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import call_cache, route
 from sparse_mla_torch.plugins import calls as served
@@ -26,41 +26,12 @@ from sparse_mla_torch.plugins import sglang as sglang_plugin
 from sparse_mla_torch.plugins import short_prefill
 from sparse_mla_torch.plugins import vllm as vllm_plugin
 
-pytestmark = [pytest.mark.torch, pytest.mark.cpu]
+pytestmark = [pytest.mark.torch, pytest.mark.cpu, pytest.mark.usefixtures("fresh")]
 
 DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    for name in ("counts", "_said", "_off"):
-        monkeypatch.setattr(served, name, type(getattr(served, name))())
-    monkeypatch.setattr(served, "log", logging.getLogger("plugins"))
-    monkeypatch.setattr(sglang_plugin, "_registered", [])
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # who waits for a module waits there
-    monkeypatch.delenv("JAX_SPARSE_MLA_PLUGIN_STRICT", raising=False)
-    call_cache.forget()
-    yield
-    call_cache.forget()
-
-
-def put(monkeypatch, **modules: dict) -> None:
-    """Modules of these names and contents; `__` in a name is a dot."""
-    for name, contents in modules.items():
-        module = types.ModuleType(name.replace("__", "."))
-        module.__path__ = []
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
 # --- who serves a call --------------------------------------------------------------------------------------------
-
-
-def refuse(error):
-    def ours():
-        raise error
-
-    return ours
 
 
 def test_a_reason_is_given_once(caplog):
@@ -195,6 +166,8 @@ def make_layer() -> tuple[type, dict]:
     """A class like vLLM's V4 layer, and the globals of its methods."""
     source = """
 class DeepseekV4FlashMLAAttention:
+    n_local_heads, head_dim = 16, 512
+
     @classmethod
     def get_padded_num_q_heads(cls, num_heads):
         return 64
@@ -218,6 +191,10 @@ def test_the_v4_layer_calls_ours_with_its_own_heads(vllm, monkeypatch):
     layer = attention_class(theirs)
     assert attention_class(theirs) is layer and issubclass(layer, theirs)
     assert layer.get_padded_num_q_heads(16) == 16 and theirs.get_padded_num_q_heads(16) == 64
+    warmed = []
+    monkeypatch.setattr(served.prefill, "warm_up", lambda *shapes: warmed.extend(shapes))
+    layer()
+    assert warmed == [(16, 512)]
     case, small = per_request(heads=16, extra=(40, 2)), small_prefill(heads=16)
     decode, prefill = calls.decode_arguments(case), calls.prefill_arguments(small)
     prefill["scale"] = prefill.pop("sm_scale")
@@ -287,6 +264,9 @@ class Impl:
 
     softmax_scale = 0.05
 
+    def __init__(self, num_heads, head_size, *args):
+        pass
+
     def _fp8_flash_mla_kernel(self, q, kv_c_and_k_pe_cache, topk_indices, kernel_metadata):
         assert q.shape[2] == 16  # it pads, in its own way
         return "theirs"
@@ -305,7 +285,10 @@ def test_the_v32_class(vllm, monkeypatch):
     from sparse_mla_torch.plugins import vllm_v32
 
     monkeypatch.delitem(sys.modules, "sparse_mla_torch.plugins.vllm_v32")
-    impl = vllm_v32.JaxSparseMLABackend.get_impl_cls()()
+    warmed = []
+    monkeypatch.setattr(served.prefill, "warm_up", lambda *shapes: warmed.extend(shapes))
+    impl = vllm_v32.JaxSparseMLABackend.get_impl_cls()(16, 576, 0.05)
+    assert warmed == [(16, 576)]
     case = per_request(layout="V32_FP8", heads=16, lengths="none")
     arguments = calls.decode_arguments(case)
     impl.softmax_scale = case.softmax_scale
@@ -335,210 +318,7 @@ def test_the_v32_class(vllm, monkeypatch):
         vllm_v32._check_methods()
 
 
-# --- SGLang -------------------------------------------------------------------------------------------------------
-
-
-class Hooks:
-    """As SGLang's HookRegistry and HookType."""
-
-    AROUND = "around"
-
-    def __init__(self):
-        self.hooks = {}
-
-    def register(self, target, hook, kind):
-        assert kind == self.AROUND and target not in self.hooks
-        self.hooks[target] = hook
-
-    def apply(self, module):
-        for target, hook in self.hooks.items():
-            name = target.rpartition(".")[2]
-            original = getattr(module, name)
-            setattr(module, name, functools.wraps(original)(functools.partial(hook, original)))
-
-
-def sglang_decode(
-    q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, softmax_scale=None,
-    causal=False, descale_q=None, descale_k=None, is_fp8_kvcache=False, indices=None, attn_sink=None,
-    extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None, kv_format=None, *,
-    use_legacy=True,
-):  # fmt: skip
-    return "theirs", use_legacy
-
-
-def sglang_prefill(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, *, use_legacy=True):
-    return "theirs", use_legacy
-
-
-@pytest.fixture
-def sglang(monkeypatch):
-    monkeypatch.setenv(sglang_plugin.SWITCH, "1")
-    hooks = Hooks()
-    packages = ["sglang", "sglang.srt", "sglang.srt.plugins", "sglang.kernels", "sglang.kernels.ops"]
-    for name in (*packages, "sglang.kernels.ops.attention"):
-        put(monkeypatch, **{name: {}})
-    put(monkeypatch, sglang__version={"__version__": "0.5.23"})
-    put(monkeypatch, sglang__srt__plugins__hook_registry={"HookRegistry": hooks, "HookType": Hooks})
-    put(monkeypatch, **{sglang_plugin.MODULE: {DECODE: sglang_decode, PREFILL: sglang_prefill}})
-    return hooks
-
-
-def test_sglang_asks_ours_first(sglang):
-    """In SGLang's order of arguments, with its schedule tensors."""
-    for _ in range(2):
-        sglang_plugin.register()
-    module = sys.modules[sglang_plugin.MODULE]
-    sglang.apply(module)
-    case = per_request(layout="V32_FP8", topk=64, lengths="row")
-    given = calls.decode_arguments(case)
-    results = module.flash_mla_with_kvcache(
-        *(given["q"], given["k_cache"].view(torch.float8_e4m3fn), given["indices"][:, 0], torch.zeros(3), 512),
-        *(torch.zeros((132, 8), dtype=torch.int32), torch.zeros(4, dtype=torch.int32), case.softmax_scale, False),
-        *(None, None, True, given["indices"], given["attn_sink"], None, None, given["topk_length"], None, "V32"),
-        use_legacy=True,
-    )
-    check_decode(case, results)
-    small = small_prefill()
-    arguments = calls.prefill_arguments(small)
-    base_2 = module.flash_mla_sparse_fwd(**arguments, use_legacy=True)
-    natural = module.flash_mla_sparse_fwd(**arguments, use_legacy=False)
-    check_prefill(small, natural)
-    torch.testing.assert_close(base_2[2], natural[2] / 0.6931471805599453)
-    assert served.counts == {(DECODE, "ours"): 1, (PREFILL, "ours"): 2}
-
-
-class PaddingBackend:
-    """As SGLang's of V3.2: the heads of a rank become 64, of which it takes its own from the output."""
-
-    def _forward_flashmla_kv(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1):
-        q = q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim)
-        padded = q.new_zeros(len(q), 1, 64, layer.head_dim)
-        padded[:, :, : q.shape[2]] = q
-        decode = sys.modules[sglang_plugin.MODULE].flash_mla_with_kvcache
-        rest = {"block_table": None, "cache_seqlens": None, "tile_scheduler_metadata": torch.zeros((132, 8)).int()}
-        rest |= {"head_dim_v": v_head_dim, "softmax_scale": sm_scale, "is_fp8_kvcache": True, "kv_format": "V32"}
-        out, _ = decode(q=padded, k_cache=kv_cache, indices=page_table_1.unsqueeze(1), **rest)
-        return out if isinstance(out, str) else out[:, :, : q.shape[2]]
-
-
-@pytest.mark.parametrize("served_by", ["ours", "theirs"])
-def test_ours_computes_no_head_that_sglang_pads(sglang, monkeypatch, served_by):
-    case = per_request(layout="V32_FP8", topk=64, heads=16, q_len=1, lengths="none", sink=False)
-    put(monkeypatch, **{sglang_plugin.V32_BACKEND: {"DeepseekSparseAttnBackend": PaddingBackend}})
-    monkeypatch.setattr(PaddingBackend, "_forward_flashmla_kv", PaddingBackend._forward_flashmla_kv)  # and back
-    sglang_plugin.register()
-    sglang.apply(sys.modules[sglang_plugin.MODULE])
-    heads, decode = [], flash_mla.flash_mla_with_kvcache
-
-    def ours(q, *args, **kwargs):
-        heads.append(q.shape[2])
-        if served_by == "theirs":
-            raise ValueError("ours refuses this")
-        return decode(q, *args, **kwargs)
-
-    monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", ours)
-    given = calls.decode_arguments(case)
-    layer = types.SimpleNamespace(tp_q_head_num=16, head_dim=576)
-    arguments = given["q"].flatten(1), given["k_cache"], 512, case.softmax_scale, layer, None, given["indices"][:, 0]
-    out = PaddingBackend()._forward_flashmla_kv(*arguments)
-    assert heads == [16] and sglang_plugin._unpadded.q is None
-    if served_by == "ours":
-        calls.assert_close_flashmla(calls.array(out), calls.decode_oracle(case)[0], "decode.out")
-    else:
-        assert out == "theirs"
-
-
-class V4Backend:
-    """As SGLang's of V4: the model has padded the heads, and takes its own from what is given back."""
-
-    def forward(self, q, k, v, layer, forward_batch, *args, **kwargs):
-        return sys.modules[sglang_plugin.MODULE].flash_mla_with_kvcache(q=q, **kwargs)[0]
-
-
-@pytest.mark.parametrize(
-    ("rows", "is_decode", "heads", "asked"), [(9, True, 4, 4), (9, False, 4, 16), (3, True, 4, 16), (9, True, 16, 16)]
-)
-def test_ours_computes_no_head_of_v4_that_sglang_pads(sglang, monkeypatch, rows, is_decode, heads, asked):
-    """Where the copy of the queries is worth while, in a decode: a graph of an extend wants all heads back."""
-    put(monkeypatch, **{sglang_plugin.V4_BACKEND: {"DeepseekV4AttnBackend": V4Backend}})
-    monkeypatch.setattr(V4Backend, "forward", V4Backend.forward)  # and back
-    sglang_plugin.register()
-    sglang.apply(sys.modules[sglang_plugin.MODULE])
-    case = per_request(heads=16, batch=rows, q_len=1)
-    given = calls.decode_arguments(case)
-    mode = types.SimpleNamespace(is_decode=lambda: is_decode)
-    layer, batch = types.SimpleNamespace(tp_q_head_num=heads), types.SimpleNamespace(forward_mode=mode)
-    out = V4Backend().forward(given.pop("q"), None, None, layer, batch, **given)
-    assert out.shape[2] == asked and served.counts == {(DECODE, "ours"): 1} and sglang_plugin._unpadded.heads is None
-    wanted = calls.decode_oracle(case)[0][:, :, :asked]
-    calls.assert_close_flashmla(calls.array(out), wanted, "decode.out")
-
-
-@pytest.mark.parametrize(
-    ("module", "backend", "method"),
-    [
-        (sglang_plugin.V32_BACKEND, "DeepseekSparseAttnBackend", "_forward_flashmla_kv"),
-        (sglang_plugin.V4_BACKEND, "DeepseekV4AttnBackend", "forward"),
-    ],
-)
-def test_a_decode_that_takes_other_arguments_keeps_its_padding(sglang, monkeypatch, caplog, module, backend, method):
-    def theirs(self, q):
-        return q
-
-    other = type("Other", (), {method: theirs})
-    put(monkeypatch, **{module: {backend: other}})
-    sglang_plugin.register()
-    assert getattr(other, method) is theirs and len(sglang.hooks) == 2
-    assert any("takes self, q" in x.getMessage() for x in caplog.records)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"indices": None}, "dense decode"),
-        ({"kv_format": "V32_NO_ROPE"}, "kv_format"),
-        ({"k_cache": torch.zeros(3, 64, 1, 528, dtype=torch.uint8)}, "k_cache must be"),
-        ({"descale_q": torch.ones(1)}, "descale_q"),
-    ],
-)
-def test_what_ours_does_not_serve_is_sglangs(sglang, caplog, changes, reason):
-    sglang_plugin.register()
-    module = sys.modules[sglang_plugin.MODULE]
-    sglang.apply(module)
-    arguments = calls.decode_arguments(per_request()) | changes
-    for _ in range(2):
-        assert module.flash_mla_with_kvcache(**arguments, use_legacy=False) == ("theirs", False)
-    said = [x.getMessage() for x in caplog.records if x.levelno >= logging.WARNING]
-    assert len(said) == 1 and reason in said[0]
-
-
-@pytest.mark.parametrize("obstacle", ["unset", "version", "signature", "absent", "no wheel"])
-def test_another_sglang_is_left_alone(sglang, monkeypatch, caplog, obstacle):
-    if obstacle == "unset":
-        monkeypatch.setenv(sglang_plugin.SWITCH, "0")
-    elif obstacle == "version":
-        monkeypatch.setattr(sys.modules["sglang.version"], "__version__", "0.6.0")
-    elif obstacle == "signature":
-        monkeypatch.setattr(sys.modules[sglang_plugin.MODULE], DECODE, lambda q, cache: None)
-    elif obstacle == "absent":
-        monkeypatch.setitem(sys.modules, "sglang", None)
-        monkeypatch.setitem(sys.modules, "sglang.version", None)
-    else:
-        monkeypatch.setitem(sys.modules, sglang_plugin.MODULE, None)
-    sglang_plugin.register()
-    assert not sglang.hooks and len(caplog.records) == (obstacle != "unset")
-
-
-def test_the_engines_have_few_rows_decoded(decoded, sglang, monkeypatch):
-    sglang_plugin.register()
-    sglang.apply(sys.modules[sglang_plugin.MODULE])
-    given = calls.prefill_arguments(small_prefill(dim=576, heads=16, sizes=(128, 64)))
-    out, lse = short_prefill.decode(**given)
-    for use_legacy in (True, False):
-        found = sys.modules[sglang_plugin.MODULE].flash_mla_sparse_fwd(**given, use_legacy=use_legacy)
-        assert torch.equal(found[0], out) and found[1] is None
-        torch.testing.assert_close(found[2] * (0.6931471805599453 if use_legacy else 1), lse)
-    assert len(decoded) == 3 and served.counts == {(PREFILL, "ours"): 2}
+# --- both ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_entry_points_are_these():

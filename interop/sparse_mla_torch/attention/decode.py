@@ -174,10 +174,10 @@ def _check_table(
         check.strided(f"{prefix}topk_length", lengths, shape[:1] if per_request else shape)
         rows_per_length = shape[1] if per_request else 1
     slots = pages * page_size
-    return TableShape(topk, rows_per_length, slots, page_size, page_bytes, stride=_row_stride(indices), layout=layout)
+    return TableShape(topk, rows_per_length, slots, page_size, page_bytes, stride=row_stride(indices), layout=layout)
 
 
-def _row_stride(indices: torch.Tensor) -> int:
+def row_stride(indices: torch.Tensor) -> int:
     """Entries from one row of `[batch, q_len, topk]` to the next; 0 where that differs, or a row is not dense."""
     (batch, q_len, topk), (of_batch, of_token, of_column) = indices.shape, indices.stride()
     if of_column != 1 and topk > 1:

@@ -1,22 +1,30 @@
 """Prefill over a bf16 workspace on torch tensors, in FlashMLA's shapes, by the kernel that suits the call.
 
-On CUDA that is FlashMLA's operator or our Triton kernel, on torch's current stream, with no JAX in between; CPU tensors
+On CUDA that is a kernel of ours or FlashMLA's operator, on torch's current stream, with no JAX in between; CPU tensors
 go to the reference.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 
 from jax_sparse_mla.argument_checks import BF16, FLOAT32
 from jax_sparse_mla.attention.backend import Call
+from jax_sparse_mla.attention.hopper.prefill import alone
 from jax_sparse_mla.attention.index_table import V_DIM, TableShape
+from jax_sparse_mla.attention.machine import override_of
 from jax_sparse_mla.kv_cache.layout import workspace_layout
 from sparse_mla_torch.attention import call_cache, route
+from sparse_mla_torch.attention.backends import heads_apart
 from sparse_mla_torch.attention.call_cache import Prepared, filled, left_to_flashmla, on_contiguous
+from sparse_mla_torch.attention.decode import row_stride
+from sparse_mla_torch.launch import launcher
 from sparse_mla_torch.operations.checks import TensorChecks, check_scale
+
+_TENSORS = ("q", "kv", "indices", "lengths", "attn_sink")
 
 
 class Options(NamedTuple):
@@ -62,14 +70,41 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     device = route.device_info(q.device)
     call = Call("prefill", workspace_layout(qk_dim), q_len, max(heads, 1), device, topk)
     try:
-        plan = route.plan(call, q, kv, indices, beside_flashmla=options.beside_flashmla)
+        plan = route.plan(call, *tensors, beside_flashmla=options.beside_flashmla)
     except route.FasterAlone as reason:
         return left_to_flashmla(reason)
     backend = route.backend_module(plan.backend)
     empty = 0 in (q_len, heads, topk, kv_len)
-    table = TableShape(topk, int(lengths is not None), kv_len)
+    table = TableShape(topk, int(lengths is not None), kv_len, stride=row_stride(indices))
     if empty:
         run = filled((q_len, heads, V_DIM), ((q_len, heads), -torch.inf), ((q_len, heads), options.empty_lse))
     else:
         run = backend.prefill(options, q, table, attn_sink is not None)
-    return Prepared(on_contiguous(run, tensors), plan, backend.WRITES_INTO and not empty)
+    taken = {"q": heads_apart(q) > 0, "indices": table.stride > 0}
+    copied = [None if taken.get(name) and name in backend.PREFILL_APART else x for name, x in zip(_TENSORS, tensors)]
+    return Prepared(on_contiguous(run, copied), plan, backend.WRITES_INTO and not empty)
+
+
+def warm_up(*shapes: tuple[int, int], device: torch.device | None = None) -> None:
+    """Compiles and loads what prefill of these shapes launches, so that no later call does.
+
+    A serving engine calls it before requests come. On SM90 seven kernels serve every call, whatever its rows, keys and
+    columns: for up to 8, 16, 32 or any number of heads with keys of 512 values, and for up to 8, 16 or any number with
+    576. Each takes seconds of a core, once on a machine (several are compiled side by side), and then milliseconds in
+    a process. Triton, which serves other GPUs, compiles at the first call of new shapes: nothing is done for it.
+
+    Args:
+      shapes: `(heads, head_dim)` of the queries of a rank: head_dim 576 for DeepSeek-V3.2 and GLM-5, 512 for V4; heads
+        also as a caller pads them. Without any, all seven kernels.
+      device: with its index; the current one by default.
+    """
+    if not torch.cuda.is_available() or override_of("prefill") not in (None, "hopper"):
+        return
+    index = torch.cuda.current_device() if device is None else torch.device(device).index
+    if "hopper" in route.unable_for("prefill", route.device_info(torch.device("cuda", index))):
+        return
+    shapes = shapes or tuple((most or 64, qk_dim) for most, qk_dim in alone.KERNELS.values())
+    function = route.backend_module("hopper").prefill_function
+    with ThreadPoolExecutor(len(shapes)) as threads:
+        list(threads.map(lambda shape: function(*shape, index), shapes))
+    launcher.module()

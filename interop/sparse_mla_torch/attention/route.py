@@ -2,7 +2,8 @@
 
 A backend's functions for torch stand in `attention/backends/<name>.py`: `decode` and `prefill` make the call of one
 shape; `decode_obstacle` and `prefill_obstacle`, where there are any, say why the backend cannot take these tensors;
-`WRITES_INTO` says whether its calls write into results that they are given.
+`WRITES_INTO` says whether its calls write into results that they are given, `PREFILL_APART` of which tensors prefill
+takes tokens that stand evenly apart.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def plan(call: Call, *arguments: Any, beside_flashmla: bool = False) -> Plan:
     override = override_of(call.phase)
     unable = unable_for(call.phase, call.device)
     for name in BACKENDS if arguments else ():
-        obstacle = None if name in unable else getattr(backend_module(name), f"{call.phase}_obstacle", None)
+        asked = name not in unable and override in (None, name)  # a backend may have to compile before it answers
+        obstacle = None if not asked else getattr(backend_module(name), f"{call.phase}_obstacle", None)
         if obstacle is not None and (why := obstacle(*arguments)):
             unable[name] = why
     made = plan_call(call, unable=unable, override=override)

@@ -20,6 +20,8 @@ from sparse_mla_torch.launch import launcher
 
 # How a kernel takes numbers, by Triton's names of their types.
 _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
+# Bytes: Triton compiles one kernel for tensors at multiples of them, another for others.
+_ALIGNMENT = 16
 # The device that a launch without a GPU, by Triton's interpreter, is planned for.
 _INTERPRETED = Device((8, 0), 4)
 
@@ -96,8 +98,7 @@ class DirectLaunch:
             return
         give_triton_a_cache()
         compiled = self._kernel[self._grid](*inputs, *self._scalars, *outputs, **self._constants)
-        # Triton compiles one kernel for such addresses, another for those that are not.
-        aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (*inputs, *outputs))
+        aligned = all(x is None or x.data_ptr() % _ALIGNMENT == 0 for x in (*inputs, *outputs))
         if self._compiled is None and aligned and compiled is not None and (module := launcher.for_triton()):
             self._launcher, self._compiled = module, self._known(module, compiled, len(inputs))
 
@@ -121,7 +122,7 @@ class DirectLaunch:
         if any(special) or ctas != 1 or 0 in self._grid or parameters is None:
             return None
         grid = (*self._grid, 1, 1)[:3]
-        return module.kernel(compiled.function, *grid, 32 * warps, shared_bytes, tensors, parameters)
+        return module.kernel(compiled.function, *grid, 32 * warps, shared_bytes, _ALIGNMENT, tensors, parameters)
 
     def _parameters(self, types: dict[str, str], num_inputs: int) -> tuple[int, tuple[int | bytes, ...] | None]:
         """How many tensors there are; and of each that the compiled kernel takes the number, of scalars the bytes."""

@@ -39,6 +39,7 @@ typedef struct {
 typedef struct {
   void* function;
   unsigned grid[3], threads, shared_bytes;
+  unsigned alignment;  // bytes, of which all addresses must be multiples
   Run run;            // instead of launching `function`
   PyObject* planned;  // for `run`: bytes
   const char* plan;   // what is in them
@@ -148,17 +149,20 @@ static bool read_parameter(PyObject* item, Parameter* parameter) {
 }
 
 PyDoc_STRVAR(kernel_doc,
-             "kernel(function, grid_x, grid_y, grid_z, threads, shared_bytes, num_tensors, parameters): for `launch`. "
-             "Each parameter is the number of the tensor whose address it is, or the bytes of a constant.");
+             "kernel(function, grid_x, grid_y, grid_z, threads, shared_bytes, alignment, num_tensors, parameters): for "
+             "`launch`, of tensors at multiples of `alignment` bytes. Each parameter is the number of the tensor whose "
+             "address it is, or the bytes of a constant.");
 
 static PyObject* make_kernel(PyObject* module, PyObject* arguments) {
   Kernel kernel = {.function = NULL};
   unsigned long long function;
   PyObject* parameters;
-  if (!PyArg_ParseTuple(arguments, "KIIIIIiO!", &function, &kernel.grid[0], &kernel.grid[1], &kernel.grid[2],
-                        &kernel.threads, &kernel.shared_bytes, &kernel.num_tensors, &PyTuple_Type, &parameters)) {
+  if (!PyArg_ParseTuple(arguments, "KIIIIIIiO!", &function, &kernel.grid[0], &kernel.grid[1], &kernel.grid[2],
+                        &kernel.threads, &kernel.shared_bytes, &kernel.alignment, &kernel.num_tensors, &PyTuple_Type,
+                        &parameters)) {
     return NULL;
   }
+  if (kernel.alignment == 0) return PyErr_Format(PyExc_ValueError, "kernel: alignment");
   kernel.function = (void*)(uintptr_t)function;
   if (PyTuple_Size(parameters) > kMaxParameters) {
     return PyErr_Format(PyExc_ValueError, "kernel: at most %d parameters", kMaxParameters);
@@ -176,7 +180,7 @@ PyDoc_STRVAR(planned_doc,
              "the bytes, the tensors' addresses and a stream, and returns CUDA's error.");
 
 static PyObject* make_planned(PyObject* module, PyObject* arguments) {
-  Kernel kernel = {.function = NULL};
+  Kernel kernel = {.alignment = 1};
   unsigned long long run;
   if (!PyArg_ParseTuple(arguments, "KO!i", &run, &PyBytes_Type, &kernel.planned, &kernel.num_tensors)) return NULL;
   if (kernel.num_tensors > kMaxParameters) {
@@ -251,15 +255,13 @@ static PyObject* unless_raised(PyObject* result) { return PyErr_Occurred() ? NUL
 
 PyDoc_STRVAR(launch_doc,
              "launch(kernel, *tensors) -> bool: on torch's current stream of the tensors' device; False if it was not "
-             "launched: a tensor is not a plain one or, of what is not planned, not at a multiple of 16 bytes, or the "
-             "thread has no context.");
+             "launched: a tensor is not a plain one, or not where the kernel takes it, or the thread has no context.");
 
 static PyObject* launch(PyObject* module, PyObject* const* items, Py_ssize_t count) {
   Arguments arguments = {.count = 0};
   void* stream = NULL;
   const Kernel* kernel = read_call("launch", items, count, &arguments, &stream);
-  const bool fits = kernel != NULL && (kernel->run != NULL || arguments.all % 16 == 0);
-  if (fits && start(kernel, &arguments, stream)) Py_RETURN_TRUE;
+  if (kernel != NULL && arguments.all % kernel->alignment == 0 && start(kernel, &arguments, stream)) Py_RETURN_TRUE;
   return unless_raised(Py_False);
 }
 
@@ -310,7 +312,7 @@ static PyObject* launch_again(PyObject* module, PyObject* const* items, Py_ssize
   if (place == NULL || stream_is_capturing(stream, &capturing) != 0 || capturing != 0) return unless_raised(Py_None);
   PyObject* results = Py_NewRef(place->results);  // other threads may forget the place
   const Py_ssize_t kept = PyTuple_Size(results);
-  if (arguments.count + kept <= kMaxParameters && arguments.all % 16 == 0) {
+  if (arguments.count + kept <= kMaxParameters && arguments.all % kernel->alignment == 0) {
     memcpy(arguments.addresses + arguments.count, place->addresses, kept * sizeof *place->addresses);
     arguments.count += (int)kept;
     if (start(kernel, &arguments, stream)) return results;

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from sparse_mla_torch.attention import prefill
 from sparse_mla_torch.flash_mla import FasterAlone
 
 T = TypeVar("T")
@@ -60,6 +61,14 @@ def ours_or_theirs(function: str, ours: Callable[[], T], theirs: Callable[[], T]
             log.info("jax-sparse-mla serves %s", function)
         return result
     return theirs()
+
+
+def warm_up(heads: int, head_dim: int) -> None:
+    """Compiles what the prefill of a rank's heads launches, while the engine loads its model."""
+    try:
+        prefill.warm_up((heads, head_dim))
+    except Exception as error:  # the call will say what it is
+        log.warning("jax-sparse-mla did not prepare prefill: %s: %s", type(error).__name__, error)
 
 
 def _say(function: str, what: str, reason: Exception, level: int) -> None:

@@ -2,7 +2,7 @@
 
 Entry point of `sglang.srt.plugins`, run in every process. SGLang applies the hooks before its attention backends import
 the functions. Their graphs, schedules and metadata stay SGLang's. It pads the heads of a rank to 64 or 128 for
-FlashMLA; around V3.2's and V4's decode we remember how many there are, so that ours computes no padding.
+FlashMLA; around V3.2's and V4's attention we remember how many there are, so that ours computes no padding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +37,19 @@ _registered: list[str] = []  # in this process
 
 
 class _Unpadded(threading.local):
-    """While a decode runs in a thread: V3.2's queries before they were padded, `[batch, 1, heads, 576]`; V4's heads."""
+    """Of the step that runs in a thread.
+
+    Attributes:
+      q: V3.2's queries of a decode before they were padded, `[batch, 1, heads, 576]`.
+      heads: of V4 on this rank.
+      is_decode: whether V4's step is a decode; a graph of an extend wants all heads back.
+      left: whether ours has left V3.2's prefill to SGLang.
+    """
 
     q: torch.Tensor | None = None
     heads: int | None = None
+    is_decode = False
+    left = False
 
 
 _unpadded = _Unpadded()
@@ -69,7 +78,7 @@ def _register() -> str | None:
     calls.log_under("sglang")
     for hook in (flash_mla_with_kvcache, flash_mla_sparse_fwd):
         HookRegistry.register(f"{MODULE}.{hook.__name__}", hook, HookType.AROUND)
-    when_imported(V32_BACKEND, _keep_queries, log)
+    when_imported(V32_BACKEND, _without_v32s_padding, log)
     when_imported(V4_BACKEND, _keep_heads, log)
     _registered.append(MODULE)
     log.info("jax-sparse-mla is asked first where SGLang calls FlashMLA")
@@ -90,41 +99,83 @@ def _replace(cls: type, name: str, ours: Any) -> None:
     setattr(cls, name, functools.wraps(theirs)(ours))
 
 
-def _keep_queries(module: ModuleType) -> None:
-    """Has V3.2's decode leave its queries in `_unpadded`; a decode that takes other arguments is left as it is."""
+def _warm_up(backend: type, heads_and_dim: Callable[[Any], tuple[int, int]]) -> None:
+    """Has SGLang's backend prepare prefill as soon as it is made."""
+    theirs = backend.__init__
+
+    @functools.wraps(theirs)
+    def make(self, *args, **kwargs):
+        theirs(self, *args, **kwargs)
+        from sparse_mla_torch.plugins.calls import warm_up
+
+        or_leave("prefill's warm-up", lambda: warm_up(*heads_and_dim(self)), log)
+
+    backend.__init__ = make
+
+
+def _without_v32s_padding(module: ModuleType) -> None:
+    """Has V3.2's decode leave its queries in `_unpadded`, and its prefill ask ours before it pads them.
+
+    A function that takes other arguments is left as it is.
+    """
     backend = module.DeepseekSparseAttnBackend
-    theirs = backend._forward_flashmla_kv
+    decodes = backend._forward_flashmla_kv
 
     def decode(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1):
         _unpadded.q = q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim)
         try:
-            return theirs(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)
+            return decodes(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)
         finally:
             _unpadded.q = None
 
     _replace(backend, "_forward_flashmla_kv", decode)
+    prefills = backend._forward_flashmla_sparse
+
+    def prefill(self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale, topk_length=None, attn_sink=None):
+        from sparse_mla_torch.plugins.calls import ours_or_theirs
+
+        def ours():
+            lengths = topk_length if topk_length is not None and len(topk_length) == len(q_all) else None
+            return _prefill(q_all, kv_cache, page_table_1.unsqueeze(1), sm_scale, v_head_dim, attn_sink, lengths)[0]
+
+        def theirs():
+            _unpadded.left = True
+            try:
+                return prefills(self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale, topk_length, attn_sink)
+            finally:
+                _unpadded.left = False
+
+        return ours_or_theirs("flash_mla_sparse_fwd", ours, theirs)
+
+    _replace(backend, "_forward_flashmla_sparse", prefill)
+    _warm_up(backend, lambda made: (made.num_dcp_q_heads, made.kv_lora_rank + made.qk_rope_head_dim))
 
 
 def _keep_heads(module: ModuleType) -> None:
-    """Has V4's decode leave the number of its heads in `_unpadded`; other steps give back as many heads as they got."""
+    """Has V4's attention leave the number of its heads in `_unpadded`."""
     backend = module.DeepseekV4AttnBackend
     theirs = backend.forward
 
     def forward(self, q, k, v, layer, forward_batch, *args, **kwargs):
-        _unpadded.heads = layer.tp_q_head_num if forward_batch.forward_mode.is_decode() else None
+        _unpadded.heads, _unpadded.is_decode = layer.tp_q_head_num, forward_batch.forward_mode.is_decode()
         try:
             return theirs(self, q, k, v, layer, forward_batch, *args, **kwargs)
         finally:
             _unpadded.heads = None
 
+    def heads_and_dim(made):
+        config = made.model_runner.model_config
+        return config.num_attention_heads // module.get_parallel().attn_tp_size, config.head_dim
+
     _replace(backend, "forward", forward)
+    _warm_up(backend, heads_and_dim)
 
 
 def _without_padding(q: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The queries and the sink of the heads that a rank has."""
     if _unpadded.q is not None:
         return _unpadded.q, sink  # V3.2 has no sink
-    heads = _unpadded.heads
+    heads = _unpadded.heads if _unpadded.is_decode else None
     if heads is None or heads >= q.shape[2] or len(q) not in ROWS_WORTH_A_COPY:
         return q, sink
     return q[:, :, :heads], None if sink is None else sink[:heads]
@@ -141,6 +192,8 @@ def flash_mla_sparse_fwd(theirs: Any, *args: Any, **kwargs: Any) -> Any:
     """The hook around SGLang's prefill."""
     from sparse_mla_torch.plugins.calls import ours_or_theirs
 
+    if _unpadded.left:
+        return theirs(*args, **kwargs)
     return ours_or_theirs("flash_mla_sparse_fwd", lambda: _prefill(*args, **kwargs), lambda: theirs(*args, **kwargs))
 
 
@@ -165,6 +218,22 @@ def _decode(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _prefill(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Of V4 the output has the heads that SGLang pads too, which it does not read: graphs of an extend have room for
+    them. The statistics, which it does not take, have not."""
+    arguments = dict(zip(_PREFILL, args)) | kwargs
+    q, sink, heads = arguments["q"], arguments.get("attn_sink"), _unpadded.heads
+    if heads is None or heads >= q.shape[1]:
+        return _unpadded_prefill(**arguments)
+    arguments |= {"q": q[:, :heads], "attn_sink": None if sink is None else sink[:heads]}
+    out, *statistics = _unpadded_prefill(**arguments)
+    padded = out.new_empty((*q.shape[:2], out.shape[2]))
+    padded[:, :heads] = out
+    return padded, *statistics
+
+
+def _unpadded_prefill(
+    *, use_legacy: bool = True, d_v: int = 512, **arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """The statistics of SGLang's legacy kernel, its default, are in base 2.
 
     A decode of few rows makes no largest logits: SGLang takes the output alone.
@@ -172,11 +241,9 @@ def _prefill(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | No
     from sparse_mla_torch import flash_mla
     from sparse_mla_torch.plugins import short_prefill
 
-    arguments = dict(zip(_PREFILL, args)) | kwargs
-    in_base_2, d_v = arguments.pop("use_legacy", True), arguments.pop("d_v", 512)
     if d_v == 512 and (decoded := short_prefill.decode(**arguments)):
         out, lse = decoded
-        return out, None, lse / math.log(2) if in_base_2 else lse
+        return out, None, lse / math.log(2) if use_legacy else lse
     return flash_mla.flash_mla_sparse_fwd(
-        **arguments, d_v=d_v, return_log2_lse=True if in_base_2 else None, beside_flashmla=True
+        **arguments, d_v=d_v, return_log2_lse=True if use_legacy else None, beside_flashmla=True
     )

@@ -20,6 +20,10 @@ calls.log_under("vllm")
 class JaxSparseMLAImpl(FlashMLASparseImpl):
     """Heads are not padded for ours. What is left to vLLM's own methods is padded there, as they do it."""
 
+    def __init__(self, num_heads: int, head_size: int, *args: Any, **kwargs: Any):
+        super().__init__(num_heads, head_size, *args, **kwargs)
+        calls.warm_up(num_heads, head_size)
+
     def _fp8_flash_mla_kernel(
         self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

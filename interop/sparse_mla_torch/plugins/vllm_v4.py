@@ -39,7 +39,13 @@ def attention_class(theirs: type) -> type:
     if theirs.__name__ != _LAYER:
         calls.log.warning("jax-sparse-mla leaves %s to vLLM: only %s is served", theirs.__name__, _LAYER)
         return theirs
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs.__init__(self, *args, **kwargs)
+        calls.warm_up(self.n_local_heads, self.head_dim)
+
     methods: dict[str, Any] = {"get_padded_num_q_heads": classmethod(lambda cls, num_heads: num_heads)}
+    methods["__init__"] = __init__
     methods["__doc__"] = f"{_LAYER} with the kernels of jax-sparse-mla."
     for method, name in _CALLERS.items():
         caller = getattr(theirs, method)

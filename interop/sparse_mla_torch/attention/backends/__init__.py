@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+
 from sparse_mla_torch.attention.call_cache import Results
 
 _LOG2_E = 1.4426950408889634
+
+
+def heads_apart(q: torch.Tensor) -> int:
+    """Heads from one token of `[tokens, heads, values]` to the next; 0 where these are not evenly apart and dense."""
+    (tokens, heads, values), (of_token, of_head, of_value) = q.shape, q.stride()
+    if of_value != 1 or of_head != values or of_token % values:
+        return 0
+    return heads if tokens == 1 else of_token // values
 
 
 def in_base_2(results: Results) -> Results:

@@ -22,6 +22,7 @@ from sparse_mla_torch.attention.sanitise import Sanitiser, Table
 from sparse_mla_torch.operations.checks import are_aligned
 
 WRITES_INTO = False
+PREFILL_APART = ()
 _LN_2 = math.log(2)
 
 
@@ -133,7 +134,7 @@ def _decode_in_pieces(
     return run
 
 
-def prefill_obstacle(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> str | None:
+def prefill_obstacle(q, kv, indices, lengths, attn_sink) -> str | None:
     """Why the prefill operator cannot take these tensors; None if it can."""
     if q.data_ptr() % 16 or kv.data_ptr() % 16 or indices.data_ptr() % 32:
         return "its kernels read 16 bytes at a time, 32 of the indices: tensors must begin at multiples of that"

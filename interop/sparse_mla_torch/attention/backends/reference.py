@@ -14,6 +14,7 @@ from sparse_mla_torch.attention.pages import page_rows
 from sparse_mla_torch.bridge import call
 
 WRITES_INTO = False
+PREFILL_APART = ()
 
 
 def _dense(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ from sparse_mla_torch.attention.call_cache import Results
 from sparse_mla_torch.launch.executor import DirectLaunch, launch_device
 
 WRITES_INTO = True
+PREFILL_APART = ("indices",)
 
 
 class Attention:

@@ -34,13 +34,14 @@ from jax_sparse_mla.attention.hopper.prefill.tiles import (
     BY_ROW,
     FRAGMENT,
     LEAST,
-    LN_2,
     LOG2_E,
     REF,
     SLACK,
     SPLAT,
     TILED,
     TILES,
+    Sizes,
+    columns_scanned,
     inline,
     scalar,
 )
@@ -154,25 +155,24 @@ def _arrive(shared: Shared, barrier: int, *, for_wgmma: bool = False) -> None:
 # --- the producer --------------------------------------------------------------------------------------------------
 
 
-def _gather_queries(q_ref, shared: Shared, t, first_head, item) -> None:
-    """Copies 64 heads of a token; heads that q does not have become zero."""
+def _gather_queries(q_ref, shared: Shared, sizes: Sizes, t, first_head, item) -> None:
+    """Copies 64 heads of a token; heads that there are not become zero."""
 
-    @inline(REF, TILES, REF, SPLAT, SPLAT, SPLAT)
-    def emit(ctx, q, queries, barriers, t, first_head, item):
-        _, heads, columns = ir.MemRefType(q.type).shape
+    @inline(REF, TILES, REF, *[SPLAT] * 5)
+    def emit(ctx, q, queries, barriers, heads, q_heads, t, first_head, item):
+        *_, columns = ir.MemRefType(q.type).shape
         rows, sources = [], []
         for row in tiles.thread_rows():
             head = arith.addi(scalar(first_head), row)
-            exists = arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))
+            exists = arith.cmpi(arith.CmpIPredicate.slt, head, scalar(heads))
             rows.append(arith.select(exists, head, ptx.i32(-1)))
-            number = arith.addi(arith.muli(ptx.extend(scalar(t)), ptx.i64(heads)), ptx.extend(head))
-            sources.append(tiles.source_address(q, number))
+            sources.append(tiles.source_address(q, ptx.number(scalar(t), scalar(q_heads), head)))
         target = tiles.tile_address(queries, columns)
         ptx.barrier_wait(barriers, Barrier.QUERIES_EMPTY, ptx.previous(scalar(item)))
         tiles.copy_rows(target, columns, range(columns // tiles.TILE_COLUMNS), rows, sources)
         ptx.barrier_arrive_after_copies(barriers, Barrier.QUERIES_FULL)
 
-    emit(q_ref, shared.queries, shared.barriers, t, first_head, item)
+    emit(q_ref, shared.queries, shared.barriers, sizes.heads, sizes.q_heads, t, first_head, item)
 
 
 def _gather_pair(row_numbers, kv_ref, shared: Shared, pair) -> None:
@@ -317,7 +317,7 @@ def _spread(x: jax.Array, like: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(x, like.shape, [0])
 
 
-def _masked_scores(block: int, shared: Shared, pair, last_pair, scale: float) -> jax.Array:
+def _masked_scores(block: int, shared: Shared, pair, last_pair, scale) -> jax.Array:
     """Scores in base 2 (`scale` has log2(e) in it), −inf where there is no key."""
     scores = _scores(block, shared, pair)
 
@@ -369,7 +369,7 @@ class State(NamedTuple):
         return cls(acc, by_row(LEAST), by_row(0.0), by_row(-jnp.inf))
 
 
-def _left_step(shared: Shared, scale: float, last_pair, pair, state: State) -> State:
+def _left_step(shared: Shared, scale, last_pair, pair, state: State) -> State:
     """Warpgroup 0's work on a pair of blocks."""
     scores = _masked_scores(0, shared, pair, last_pair, scale)
     block_maximum = scores.max(axis=1)
@@ -394,7 +394,7 @@ def _left_step(shared: Shared, scale: float, last_pair, pair, state: State) -> S
     return State(acc, both, total, jnp.maximum(state.maximum, block_maximum))
 
 
-def _right_step(shared: Shared, scale: float, last_pair, pair, state: State) -> State:
+def _right_step(shared: Shared, scale, last_pair, pair, state: State) -> State:
     """Warpgroup 1's work on a pair of blocks."""
     scores = _masked_scores(1, shared, pair, last_pair, scale)
     block_maximum = scores.max(axis=1)
@@ -418,10 +418,10 @@ def _right_step(shared: Shared, scale: float, last_pair, pair, state: State) -> 
     return State(acc, both, total, jnp.maximum(state.maximum, block_maximum))
 
 
-def _write_results(half: int, refs, shared: Shared, item: Item, state: State) -> None:
+def _write_results(half: int, refs, sizes: Sizes, shared: Shared, item: Item, state: State) -> None:
     """Writes the half of `out` that this warpgroup owns; warpgroup 0 writes the statistics too."""
     out_ref, max_ref, lse_ref, sink_ref = refs
-    sinks = None if sink_ref is None else _load_sinks(sink_ref, item.first_head) * LOG2_E
+    sinks = None if sink_ref is None else _load_sinks(sink_ref, sizes.heads, item.first_head) * LOG2_E
     shared.sums[half] = state.total
     if half == 1:
         shared.maximum[0] = state.maximum
@@ -430,64 +430,62 @@ def _write_results(half: int, refs, shared: Shared, item: Item, state: State) ->
     total = state.total + _load(shared.sums, 1 - half, BY_ROW)
     denominator = total if sinks is None else total + jnp.exp2(sinks - state.reference)
     share = jnp.where(total == 0.0, 0.0, 1.0 / denominator)
-    _store_output(out_ref, (state.acc * _spread(share, state.acc)).astype(jnp.bfloat16), item, half)
+    _store_output(out_ref, (state.acc * _spread(share, state.acc)).astype(jnp.bfloat16), sizes.heads, item, half)
     if half == 0:
         maximum = jnp.maximum(state.maximum, _load(shared.maximum, 0, BY_ROW))
-        _store_statistic(max_ref, maximum * LN_2, item)
-        lse = (state.reference + jnp.log2(total)) * LN_2
-        _store_statistic(lse_ref, jnp.where(total == 0.0, -jnp.inf, lse), item)
+        _store_statistic(max_ref, maximum * sizes.unit, sizes.heads, item)
+        lse = (state.reference + jnp.log2(total)) * sizes.unit
+        _store_statistic(lse_ref, jnp.where(total == 0.0, sizes.empty, lse), sizes.heads, item)
 
 
-def _store_output(out_ref, out, item: Item, half: int) -> None:
-    @inline(REF, FRAGMENT, SPLAT, SPLAT)
-    def emit(ctx, out_ref, out, t, first_head):
-        tiles.store_columns(out_ref, out, scalar(t), scalar(first_head), half * HALF)
+def _store_output(out_ref, out, heads, item: Item, half: int) -> None:
+    @inline(REF, FRAGMENT, *[SPLAT] * 3)
+    def emit(ctx, out_ref, out, *numbers):
+        tiles.store_columns(out_ref, out, *map(scalar, numbers), half * HALF)
 
-    emit(out_ref, out, item.t, item.first_head)
-
-
-def _store_statistic(ref, x, item: Item) -> None:
-    @inline(REF, BY_ROW, SPLAT, SPLAT)
-    def emit(ctx, ref, x, t, first_head):
-        tiles.store_by_row(ref, x, scalar(t), scalar(first_head))
-
-    emit(ref, x, item.t, item.first_head)
+    emit(out_ref, out, heads, item.t, item.first_head)
 
 
-def _load_sinks(sink_ref, first_head) -> jax.Array:
-    @inline(REF, SPLAT, returns=plgpu.ShapeDtypeStruct((HEADS,), jnp.float32, BY_ROW))
-    def emit(ctx, ref, first_head):
-        return tiles.load_by_row(ref, scalar(first_head))
+def _store_statistic(ref, x, heads, item: Item) -> None:
+    @inline(REF, BY_ROW, *[SPLAT] * 3)
+    def emit(ctx, ref, x, *numbers):
+        tiles.store_by_row(ref, x, *map(scalar, numbers))
 
-    return emit(sink_ref, first_head)
+    emit(ref, x, heads, item.t, item.first_head)
+
+
+def _load_sinks(sink_ref, heads, first_head) -> jax.Array:
+    @inline(REF, SPLAT, SPLAT, returns=plgpu.ShapeDtypeStruct((HEADS,), jnp.float32, BY_ROW))
+    def emit(ctx, ref, *numbers):
+        return tiles.load_by_row(ref, *map(scalar, numbers))
+
+    return emit(sink_ref, heads, first_head)
 
 
 # --- the kernel ----------------------------------------------------------------------------------------------------
 
 
-def _for_each_item(work, length_ref, *, tokens: int, heads: int, topk: int, blocks: int) -> None:
+def _for_each_item(work, length_ref, sizes: Sizes) -> None:
     """Deals the items in turn, so that the head tiles of a token, which gather the same rows, run at the same time."""
-    head_tiles = -(-heads // HEADS)
+    head_tiles = lax.div(sizes.heads + (HEADS - 1), jnp.int32(HEADS))
     this = lax.axis_index("block")
 
     def one(number, first_pair):
-        position = this + number * blocks
-        t, first_head = lax.div(position, jnp.int32(head_tiles)), lax.rem(position, jnp.int32(head_tiles)) * HEADS
-        limit = jnp.int32(topk) if length_ref is None else jnp.minimum(length_ref[t], topk)
+        position = this + number * sizes.blocks
+        t, first_head = lax.div(position, head_tiles), lax.rem(position, head_tiles) * HEADS
+        limit = columns_scanned(length_ref, sizes, t)
         # A token without keys has one pair that is all masked, so that every warpgroup passes every barrier.
         end_pair = first_pair + jnp.maximum(lax.div(limit + (PAIR - 1), jnp.int32(PAIR)), 1)
         work(Item(number, t, first_head, limit, first_pair, end_pair))
         return end_pair
 
-    count = lax.div(tokens * head_tiles - this + (blocks - 1), jnp.int32(blocks))
+    count = lax.div(sizes.tokens * head_tiles - this + (sizes.blocks - 1), sizes.blocks)
     lax.fori_loop(0, count, one, jnp.int32(0))
 
 
-def _produce(q_ref, kv_ref, indices_ref, shared: Shared, item: Item) -> None:
-    _gather_queries(q_ref, shared, item.t, item.first_head, item.number)
-    row_numbers = functools.partial(
-        tiles.row_numbers, indices_ref, item.t, limit=item.limit, kv_len=kv_ref.shape[0], blocks=2
-    )
+def _produce(q_ref, kv_ref, indices_ref, sizes: Sizes, shared: Shared, item: Item) -> None:
+    _gather_queries(q_ref, shared, sizes, item.t, item.first_head, item.number)
+    row_numbers = functools.partial(tiles.row_numbers, indices_ref, sizes, item.t, limit=item.limit, blocks=2)
 
     def step(pair, rows):
         following = row_numbers((pair + 1 - item.first_pair) * PAIR)
@@ -497,11 +495,11 @@ def _produce(q_ref, kv_ref, indices_ref, shared: Shared, item: Item) -> None:
     lax.fori_loop(item.first_pair, item.end_pair, step, row_numbers(jnp.int32(0)))
 
 
-def _consume(half: int, refs, shared: Shared, scale: float, item: Item) -> None:
+def _consume(half: int, refs, sizes: Sizes, shared: Shared, item: Item) -> None:
     _wait(shared, Barrier.QUERIES_FULL, item.number, for_wgmma=True)
-    step = functools.partial((_left_step, _right_step)[half], shared, scale, item.end_pair - 1)
+    step = functools.partial((_left_step, _right_step)[half], shared, sizes.scale, item.end_pair - 1)
     state = lax.fori_loop(item.first_pair, item.end_pair, step, State.initial())
-    _write_results(half, refs, shared, item, state)
+    _write_results(half, refs, sizes, shared, item, state)
 
 
 def sparse_prefill(
@@ -513,17 +511,20 @@ def sparse_prefill(
     *,
     softmax_scale: float,
     sm_count: int,
+    sizes: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """out bfloat16 `[tokens, heads, 512]`, max_logits and lse float32 `[tokens, heads]`; no dimension is 0."""
-    (tokens, heads, qk_dim), topk = q.shape, indices.shape[1]
+    """out bfloat16 `[tokens, heads, 512]`, max_logits and lse float32 `[tokens, heads]`; no dimension is 0.
+
+    With `sizes`, whose addresses are the fields of `Sizes`, the kernel is for launches without XLA: of the shapes it
+    uses qk_dim alone, and topk_length or attn_sink are absent where their addresses are 0.
+    """
+    tokens, heads, qk_dim = q.shape
     blocks = min(sm_count, tokens * -(-heads // HEADS))
 
-    def work(inputs, results, scratch):
+    def work(inputs, sizes, results, scratch):
         q_ref, kv_ref, indices_ref, length_ref, sink_ref = inputs
         out_refs, shared = (*results, sink_ref), Shared(*scratch)
-        each = functools.partial(
-            _for_each_item, length_ref=length_ref, tokens=tokens, heads=heads, topk=topk, blocks=blocks
-        )
+        each = functools.partial(_for_each_item, length_ref=length_ref, sizes=sizes)
         _init_barriers(shared)
         role = lax.axis_index("role")
         for half in range(2):
@@ -531,27 +532,34 @@ def sparse_prefill(
             @pl.when(role == half)
             def _consumer(half=half):
                 plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-                each(functools.partial(_consume, half, out_refs, shared, softmax_scale * LOG2_E))
+                each(functools.partial(_consume, half, out_refs, sizes, shared))
 
         @pl.when(role == 2)
         def _producer():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            each(functools.partial(_produce, q_ref, kv_ref, indices_ref, shared))
+            each(functools.partial(_produce, q_ref, kv_ref, indices_ref, sizes, shared))
 
-    return launched(work, (q, kv, indices, topk_length, attn_sink), _scratch(qk_dim), blocks, warpgroups=3)
+    arrays = q, kv, indices, topk_length, attn_sink
+    return launched(work, arrays, softmax_scale, sizes, _scratch(qk_dim), blocks, warpgroups=3)
 
 
-def launched(work, arrays: tuple, scratch: list, blocks: int, warpgroups: int) -> tuple[jax.Array, ...]:
+def launched(
+    work, arrays: tuple, softmax_scale: float, sizes: tuple, scratch: list, blocks: int, warpgroups: int
+) -> tuple[jax.Array, ...]:
     """out, max_logits and lse of q, kv, indices, topk_length and attn_sink, by `blocks` thread blocks that `work`.
 
-    `work` gets the references of the arrays, None for one that is absent, those of the results, and of the scratch.
+    `work` gets the references of the arrays, None for one that is absent, `Sizes`, the references of the results, and
+    of the scratch.
     """
-    tokens, heads, _ = arrays[0].shape
+    q, kv, indices, *_ = arrays
+    tokens, heads, _ = q.shape
 
     def body(*refs):
         refs = iter(refs)
         inputs = [None if x is None else next(refs) for x in arrays]
-        work(inputs, [next(refs) for _ in range(3)], list(refs))
+        passed = [next(refs) for _ in sizes]
+        numbers = Sizes.passed(passed) if sizes else Sizes.known(q, kv, indices, softmax_scale, blocks)
+        work(inputs, numbers, [next(refs) for _ in range(3)], list(refs))
 
     statistic = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
     kernel = plgpu.kernel(
@@ -569,4 +577,4 @@ def launched(work, arrays: tuple, scratch: list, blocks: int, warpgroups: int) -
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    return kernel(*(x for x in arrays if x is not None))
+    return kernel(*(x for x in arrays if x is not None), *sizes)

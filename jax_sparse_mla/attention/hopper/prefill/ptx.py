@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 WARPGROUP = 128  # threads
 
@@ -33,6 +33,11 @@ def index(value: ir.Value) -> ir.Value:
 
 def extend(value: ir.Value) -> ir.Value:
     return arith.extsi(ir.IntegerType.get_signless(64), value)
+
+
+def number(t: ir.Value, heads: ir.Value, head: ir.Value) -> ir.Value:
+    """Of a token's head among all tokens' heads, as int64."""
+    return arith.addi(arith.muli(extend(t), extend(heads)), extend(head))
 
 
 def asm(text: str, constraints: str, *operands: ir.Value, result: ir.Type | None = None) -> ir.Value:
@@ -59,8 +64,38 @@ def shared_address(ref: ir.Value) -> ir.Value:
 
 
 def global_address(ref: ir.Value) -> ir.Value:
-    pointer = mgpu_utils.memref_ptr(ref)
-    return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
+    """The address of a reference in global memory. Mosaic says that arrays begin at multiples of 256 bytes.
+
+    XLA's do, a tensor of torch may begin anywhere in a buffer: the statement hides from LLVM what Mosaic says.
+    """
+    i64_type = ir.IntegerType.get_signless(64)
+    address = llvm.ptrtoint(i64_type, mgpu_utils.memref_ptr(ref))
+    return llvm.inline_asm(i64_type, [address], "mov.b64 $0, $1;", "=l,l", has_side_effects=False, asm_dialect=0)
+
+
+def load_at(address: ir.Value, result: ir.Type) -> ir.Value:
+    """What is at an address (int64) in global memory."""
+    return llvm.load(result, llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), address))
+
+
+def load_4_unless_absent(ref: ir.Value, number: ir.Value, absent: ir.Value) -> ir.Value:
+    """Number `number` (int64) of an array of 4 bytes each, or `absent` of an array whose address is 0."""
+    address = global_address(ref)
+    there = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, address, i64(0)), [absent.type], has_else=True)
+    with ir.InsertionPoint(there.then_block):
+        scf.yield_([load_at(element(address, number), absent.type)])
+    with ir.InsertionPoint(there.else_block):
+        scf.yield_([absent])
+    return there.result
+
+
+def store_4(value: ir.Value, ref: ir.Value, number: ir.Value) -> None:
+    llvm.store(value, llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), element(global_address(ref), number)))
+
+
+def element(address: ir.Value, number: ir.Value) -> ir.Value:
+    """The address of number `number` (int64) of an array of 4 bytes each."""
+    return arith.addi(address, arith.muli(number, i64(4)))
 
 
 # --- mbarriers, eight bytes each in shared memory ------------------------------------------------------------------

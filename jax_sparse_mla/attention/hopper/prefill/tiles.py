@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from jax_sparse_mla.attention.hopper.prefill import ptx
 
@@ -49,6 +50,55 @@ def inline(*arg_types, returns=None):
 
 def scalar(x: fa.FragmentedArray) -> ir.Value:
     return x.registers.item()
+
+
+def splat(value: ir.Value, is_signed: bool | None) -> fa.FragmentedArray:
+    """A number as an inlined function returns it."""
+    return fa.FragmentedArray.splat(value, (), is_signed=is_signed)
+
+
+# --- the sizes of a call -------------------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """The numbers of a call that a kernel takes as data.
+
+    XLA's programs have them as constants. A launch without XLA (`launch/mosaic.py`) passes 256 times the number where
+    the kernel has a pointer: one compilation then serves every call, and neither memory nor a copy is needed.
+    """
+
+    tokens: jax.Array
+    heads: jax.Array
+    q_heads: jax.Array  # from one token of q to the next: q may have more heads than these
+    keys: jax.Array  # rows of kv
+    columns: jax.Array  # of indices
+    stride: jax.Array  # entries from one row of indices to the next
+    blocks: jax.Array  # of threads
+    scale: jax.Array  # float32: of scores in base 2
+    unit: jax.Array  # float32: by which max_logits and lse in base 2 are multiplied
+    empty: jax.Array  # float32: lse of a token without keys
+
+    @classmethod
+    def known(cls, q, kv, indices, softmax_scale: float, blocks: int) -> Sizes:
+        """Those of the arrays' shapes."""
+        (tokens, heads, _), columns = q.shape, indices.shape[1]
+        integers = tokens, heads, heads, kv.shape[0], columns, columns, blocks
+        return cls(*map(jnp.int32, integers), *map(jnp.float32, (softmax_scale * LOG2_E, LN_2, -math.inf)))
+
+    @classmethod
+    def passed(cls, refs) -> Sizes:
+        return cls(*(_passed(ref, jnp.int32) for ref in refs[:7]), *(_passed(ref, jnp.float32) for ref in refs[7:]))
+
+
+def _passed(ref, dtype) -> jax.Array:
+    @inline(REF, returns=plgpu.ShapeDtypeStruct((), dtype, SPLAT))
+    def emit(ctx, ref):
+        bits = arith.trunci(ptx.i32_type(), arith.shrui(ptx.global_address(ref), ptx.i64(8)))
+        if dtype == jnp.int32:
+            return splat(bits, is_signed=True)
+        return splat(arith.bitcast(ir.F32Type.get(), bits), is_signed=None)
+
+    return emit(ref)
 
 
 def row_stride(columns: int) -> int:
@@ -94,8 +144,9 @@ def source_address(ref: ir.Value, row: ir.Value) -> ir.Value:
     columns = ir.MemRefType(ref.type).shape[-1]
     _, chunk = _thread_row_and_chunk()
     row = arith.maxsi(row, ptx.i64(0))
-    offset = arith.addi(arith.muli(row, ptx.i64(2 * columns)), ptx.extend(arith.muli(chunk, ptx.i32(16))))
-    return arith.addi(ptx.global_address(ref), offset)
+    # In this order the sum of the row is one multiply-add. LLVM would make the chunk's a bitwise or.
+    first = arith.addi(ptx.global_address(ref), ptx.extend(arith.muli(chunk, ptx.i32(16))))
+    return arith.addi(first, arith.muli(row, ptx.i64(2 * columns)))
 
 
 def copy_rows(
@@ -115,33 +166,49 @@ def copy_rows(
             ptx.copy_16(target, offset, source, (first_source_tile + tile) * 2 * TILE_COLUMNS, nbytes)
 
 
-def load_index(indices: ir.Value, t: ir.Value, column: ir.Value, limit: ir.Value, num_rows: int) -> ir.Value:
-    """Entry `[t, column]` if the column is below the limit and the entry names a row, else −1."""
+def load_index(address: ir.Value, column: ir.Value, limit: ir.Value, num_keys: ir.Value) -> ir.Value:
+    """The entry of a column: −1 past the limit, or if it names no key."""
     inside = arith.cmpi(arith.CmpIPredicate.slt, column, limit)
     entry = scf.IfOp(inside, [ptx.i32_type()], has_else=True)
     with ir.InsertionPoint(entry.then_block):
-        row = memref.load(indices, [ptx.index(t), ptx.index(column)])
-        exists = arith.cmpi(arith.CmpIPredicate.ult, row, ptx.i32(num_rows))  # unsigned: negative rows are large
+        row = ptx.load_at(address, ptx.i32_type())
+        exists = arith.cmpi(arith.CmpIPredicate.ult, row, num_keys)  # unsigned: negative rows are large
         scf.yield_([arith.select(exists, row, ptx.i32(-1))])
     with ir.InsertionPoint(entry.else_block):
         scf.yield_([ptx.i32(-1)])
     return entry.result
 
 
-def row_numbers(indices_ref, t, first_column, limit, *, kv_len: int, blocks: int) -> jax.Array:
+def row_numbers(indices_ref, sizes: Sizes, t, first_column, limit, *, blocks: int) -> jax.Array:
     """The rows of kv that the calling thread copies for so many blocks of keys; −1 where there is no key."""
     layout = per_thread_layout(blocks * ROWS_PER_THREAD)
 
-    @inline(REF, SPLAT, SPLAT, SPLAT, returns=plgpu.ShapeDtypeStruct(layout.args[0], jnp.int32, layout))
-    def emit(ctx, indices, t, first_column, limit):
+    @inline(REF, *[SPLAT] * 5, returns=plgpu.ShapeDtypeStruct(layout.args[0], jnp.int32, layout))
+    def emit(ctx, indices, keys, stride, t, first_column, limit):
+        own_row, _ = _thread_row_and_chunk()
+        column = arith.addi(scalar(first_column), own_row)
+        number = arith.addi(arith.muli(ptx.extend(scalar(t)), ptx.extend(scalar(stride))), ptx.extend(column))
+        address = ptx.element(ptx.global_address(indices), number)
         rows = []
-        for block in range(blocks):
-            for row in thread_rows():
-                column = arith.addi(arith.addi(scalar(first_column), row), ptx.i32(ROWS * block))
-                rows.append(load_index(indices, scalar(t), column, scalar(limit), kv_len))
+        for step in (ROWS * block + _ROW_STEP * i for block in range(blocks) for i in range(ROWS_PER_THREAD)):
+            place = arith.addi(address, ptx.i64(4 * step)), arith.addi(column, ptx.i32(step))
+            rows.append(load_index(*place, scalar(limit), scalar(keys)))
         return per_thread(rows)
 
-    return emit(indices_ref, t, first_column, limit)
+    return emit(indices_ref, sizes.keys, sizes.stride, t, first_column, limit)
+
+
+def columns_scanned(length_ref, sizes: Sizes, t) -> jax.Array:
+    """How many leading columns of a query token's row count."""
+    if length_ref is None:
+        return sizes.columns
+
+    @inline(REF, SPLAT, returns=plgpu.ShapeDtypeStruct((), jnp.int32, SPLAT))
+    def emit(ctx, lengths, t):
+        length = ptx.load_4_unless_absent(lengths, ptx.extend(scalar(t)), ptx.i32(2**31 - 1))
+        return splat(length, is_signed=True)
+
+    return jnp.minimum(emit(length_ref, t), sizes.columns)
 
 
 def per_thread(values: Sequence[ir.Value]) -> fa.FragmentedArray:
@@ -209,21 +276,23 @@ def fragment_rows() -> tuple[ir.Value, ir.Value]:
     return row, arith.addi(row, ptx.i32(8))
 
 
-def store_columns(out: ir.Value, x: fa.FragmentedArray, t: ir.Value, first_head: ir.Value, first_column: int) -> None:
+def store_columns(
+    out: ir.Value, x: fa.FragmentedArray, heads: ir.Value, t: ir.Value, first_head: ir.Value, first_column: int
+) -> None:
     """Stores a bfloat16 fragment to `out[t, first_head:, first_column:]`, except heads that `out` does not have.
 
     Four lanes hold eight columns of a row, four bytes each. They exchange words so that each writes 16 bytes.
     """
-    _, heads, columns = ir.MemRefType(out.type).shape
+    *_, columns = ir.MemRefType(out.type).shape
     lane = arith.andi(ptx.thread_in_warpgroup(), ptx.i32(3))
     words = np.array(fragment_words(x), dtype=object).reshape(-1, 2)  # [eight columns, row]
     base = arith.addi(ptx.global_address(out), ptx.extend(arith.muli(lane, ptx.i32(16))))
     for row, row_words in zip(fragment_rows(), words.T):
         head = arith.addi(first_head, row)
-        number = arith.addi(arith.muli(ptx.extend(t), ptx.i64(heads)), ptx.extend(head))
+        number = ptx.number(t, heads, head)
         address = arith.addi(base, arith.muli(number, ptx.i64(2 * columns)))
         quads = [transposed(row_words[i : i + 4], lane) for i in range(0, len(row_words), 4)]
-        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))):
+        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, head, heads)):
             for i, quad in enumerate(quads):
                 ptx.store_16(address, 2 * first_column + 64 * i, quad)
 
@@ -241,25 +310,28 @@ def transposed(words: Sequence[ir.Value], lane: ir.Value) -> list[ir.Value]:
     return words
 
 
-def store_by_row(out: ir.Value, x: fa.FragmentedArray, t: ir.Value, first_head: ir.Value) -> None:
+def store_by_row(out: ir.Value, x: fa.FragmentedArray, heads: ir.Value, t: ir.Value, first_head: ir.Value) -> None:
     """Stores one number for each row to `out[t, first_head:]`, except heads that `out` does not have."""
-    _, heads = ir.MemRefType(out.type).shape
     lane = arith.andi(ptx.thread_in_warpgroup(), ptx.i32(3))
     writes = arith.cmpi(arith.CmpIPredicate.eq, lane, ptx.i32(0))
     for row, value in zip(fragment_rows(), row_values(x)):
         head = arith.addi(first_head, row)
-        exists = arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))
+        exists = arith.cmpi(arith.CmpIPredicate.slt, head, heads)
         with mgpu_utils.when(arith.andi(writes, exists)):
-            memref.store(value, out, [ptx.index(t), ptx.index(head)])
+            ptx.store_4(value, out, ptx.number(t, heads, head))
 
 
-def load_by_row(ref: ir.Value, first_head: ir.Value) -> fa.FragmentedArray:
-    """Loads float32 `ref[first_head:]`; a head past the last one gets the last one's value."""
-    (heads,) = ir.MemRefType(ref.type).shape
+def load_by_row(ref: ir.Value, heads: ir.Value, first_head: ir.Value) -> fa.FragmentedArray:
+    """The sinks of `first_head` and the heads after it."""
     layout = fa.WGMMA_LAYOUT.reduce([1])
     one = ir.VectorType.get((1,), ir.F32Type.get())
     registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)
     for i, row in enumerate(fragment_rows()):
-        head = arith.minsi(arith.addi(first_head, row), ptx.i32(heads - 1))
-        registers.flat[i] = vector.broadcast(one, memref.load(ref, [ptx.index(head)]))
+        registers.flat[i] = vector.broadcast(one, load_sink(ref, heads, arith.addi(first_head, row)))
     return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def load_sink(sinks: ir.Value, heads: ir.Value, head: ir.Value) -> ir.Value:
+    """A head's sink: the last one's of a head that is not there, −inf without sinks."""
+    head = arith.minsi(head, arith.subi(heads, ptx.i32(1)))
+    return ptx.load_4_unless_absent(sinks, ptx.extend(head), arith.constant(ir.F32Type.get(), -math.inf))

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, scf
+from jaxlib.mlir.dialects import arith, scf
 
 from jax_sparse_mla.attention.hopper.prefill import ptx, tiles
 from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
@@ -27,7 +27,7 @@ from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
     thread_heads,
     warp_and_lane,
 )
-from jax_sparse_mla.attention.hopper.prefill.tiles import LEAST, LN_2, LOG2_E, REF, SLACK, SPLAT, inline, scalar
+from jax_sparse_mla.attention.hopper.prefill.tiles import LEAST, LOG2_E, REF, SLACK, SPLAT, inline, scalar
 
 _SCORE_SUMS = 2  # of a score
 _SLICES_AT_ONCE = 2  # of the output
@@ -75,12 +75,12 @@ def _wait_for_queries(shape: Shape, shared: Shared, team, number) -> None:
     emit(*shared, team, number)
 
 
-def _step(shape: Shape, scale: float, shared: Shared, team, last_block, block, state: jax.Array) -> jax.Array:
+def _step(shape: Shape, scale, shared: Shared, team, last_block, block, state: jax.Array) -> jax.Array:
     """A consumer's work on a block of keys; `scale` has log2(e) in it."""
 
-    @inline(*SHARED_TYPES, SPLAT, SPLAT, SPLAT, shape.state_layout, returns=shape.state_type)
+    @inline(*SHARED_TYPES, SPLAT, SPLAT, SPLAT, SPLAT, shape.state_layout, returns=shape.state_type)
     def emit(ctx, *args):
-        *refs, team, last_block, block, state = args
+        *refs, scale, team, last_block, block, state = args
         team, block = Team(shape, refs, scalar(team)), scalar(block)
         state = _State.unpacked(shape, tiles.from_per_thread(state))
         slots = team.slots(block)
@@ -89,13 +89,13 @@ def _step(shape: Shape, scale: float, shared: Shared, team, last_block, block, s
         is_last = arith.cmpi(arith.CmpIPredicate.eq, block, scalar(last_block))
         with mgpu_utils.when(is_last):
             ptx.barrier_arrive_by_warp(team.barrier(shape.barriers.queries_empty))
-        scores = _masked(team, block, scores, scale)
+        scores = _masked(team, block, scores, scalar(scale))
         state = _weigh(team, block, scores, state)
         acc = _multiply(team, slots[shape.tails :], state.acc)
         ptx.barrier_arrive_by_warp(team.barrier(shape.barriers.weights_empty))
         return tiles.per_thread_floats(state._replace(acc=acc).packed())
 
-    return emit(*shared, team, last_block, block, state)
+    return emit(*shared, scale, team, last_block, block, state)
 
 
 def _release(team: Team, slots) -> None:
@@ -133,11 +133,11 @@ def _scores(team: Team, slots) -> list[ir.Value]:
     return [functools.reduce(arith.addf, same) for same in zip(*parts)]
 
 
-def _masked(team: Team, block: ir.Value, scores: list[ir.Value], scale: float) -> list[ir.Value]:
+def _masked(team: Team, block: ir.Value, scores: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
     """Scores in base 2, −inf where there is no key."""
     ptx.barrier_wait_at(*team.valid_barrier(block))
     valid = [team.is_valid(block, key) for key in tiles.fragment_rows()]
-    scale, nothing = _f32(scale), _f32(-math.inf)
+    nothing = _f32(-math.inf)
     scaled = [arith.mulf(x, scale) for x in scores]
     return [arith.select(valid[tiles.value_row(i)], x, nothing) for i, x in enumerate(scaled)]
 
@@ -226,51 +226,51 @@ def _multiply(team: Team, slots, acc: list[list[ir.Value]]) -> list[list[ir.Valu
     return acc
 
 
-def _write_results(shape: Shape, refs, shared: Shared, team, item: Item, state: jax.Array) -> None:
+def _write_results(shape: Shape, refs, sizes: tiles.Sizes, shared: Shared, team, item: Item, state: jax.Array) -> None:
     out_ref, max_ref, lse_ref, sink_ref = refs
     sink_refs = [] if sink_ref is None else [sink_ref]
 
-    @inline(REF, REF, REF, *[REF] * len(sink_refs), *SHARED_TYPES, SPLAT, SPLAT, shape.state_layout)
+    @inline(REF, REF, REF, *[REF] * len(sink_refs), *SHARED_TYPES, *[SPLAT] * 5, shape.state_layout)
     def emit(ctx, out, max_logits, lse, *args):
         sinks = None
         if sink_refs:
             sinks, *args = args
-        *refs, team, t, state = args
-        team, t = Team(shape, refs, scalar(team)), scalar(t)
+        *refs, heads, unit, empty_lse, team, t, state = args
+        team, t, heads, unit = Team(shape, refs, scalar(team)), scalar(t), scalar(heads), scalar(unit)
         state = _State.unpacked(shape, tiles.from_per_thread(state))
         total = team.over_warps(state.total, arith.addf)
         ptx.warpgroup_sync(team.sync_barrier)
         maximum = team.over_warps(state.maximum, arith.maximumf)
-        _, heads, _ = ir.MemRefType(out.type).shape
         ours = thread_heads(shape)
         empty = [arith.cmpf(arith.CmpFPredicate.OEQ, x, _f32(0.0)) for x in total]
         shares = []
         for head, x, nothing, reference in zip(ours, total, empty, state.reference):
             denominator = x
             if sinks is not None:
-                sink = memref.load(sinks, [ptx.index(arith.minsi(head, ptx.i32(heads - 1)))])
-                sink = ptx.exp2(arith.subf(arith.mulf(sink, _f32(LOG2_E)), reference))
+                sink = arith.mulf(tiles.load_sink(sinks, heads, head), _f32(LOG2_E))
+                sink = ptx.exp2(arith.subf(sink, reference))
                 denominator = arith.addf(denominator, sink)
             shares.append(arith.select(nothing, _f32(0.0), arith.divf(_f32(1.0), denominator)))
         for i, part in enumerate(state.acc):
             state.acc[i] = [arith.mulf(x, shares[head_of(j)]) for j, x in enumerate(part)]
-        _store_output(shape, out, t, state.acc)
+        _store_output(shape, out, heads, t, state.acc)
 
         writes = arith.cmpi(arith.CmpIPredicate.ult, ptx.thread_in_warpgroup(), ptx.i32(4))
         for i, head in enumerate(ours):
-            exists = arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))
+            exists = arith.cmpi(arith.CmpIPredicate.slt, head, heads)
             with mgpu_utils.when(arith.andi(writes, exists)):
-                position = [ptx.index(t), ptx.index(head)]
-                memref.store(arith.mulf(maximum[i], _f32(LN_2)), max_logits, position)
-                value = arith.mulf(arith.addf(state.reference[i], ptx.log2(total[i])), _f32(LN_2))
-                memref.store(arith.select(empty[i], _f32(-math.inf), value), lse, position)
+                position = ptx.number(t, heads, head)
+                ptx.store_4(arith.mulf(maximum[i], unit), max_logits, position)
+                value = arith.mulf(arith.addf(state.reference[i], ptx.log2(total[i])), unit)
+                ptx.store_4(arith.select(empty[i], scalar(empty_lse), value), lse, position)
 
-    emit(out_ref, max_ref, lse_ref, *sink_refs, *shared, team, item.t, state)
+    numbers = sizes.heads, sizes.unit, sizes.empty, team, item.t
+    emit(out_ref, max_ref, lse_ref, *sink_refs, *shared, *numbers, state)
 
 
-def _store_output(shape: Shape, out: ir.Value, t: ir.Value, acc: list[list[ir.Value]]) -> None:
+def _store_output(shape: Shape, out: ir.Value, heads: ir.Value, t: ir.Value, acc: list[list[ir.Value]]) -> None:
     """Stores Oᵀ, rounded, to `out[t]`. Matrices of 8 columns x 8 heads are transposed, then as in `store_columns`."""
-    _, heads, columns = ir.MemRefType(out.type).shape
+    *_, columns = ir.MemRefType(out.type).shape
     warp, lane = warp_and_lane()
     part, row = arith.andi(lane, ptx.i32(3)), arith.shrui(lane, ptx.i32(2))
     # After the exchange lane `part` of four has chunk part mod 2 of the warp's 16 columns, of slice part // 2 of two.
@@ -279,20 +279,19 @@ def _store_output(shape: Shape, out: ir.Value, t: ir.Value, acc: list[list[ir.Va
     base = arith.addi(ptx.global_address(out), ptx.extend(arith.shli(column, ptx.i32(1))))
     for i in range(shape.heads // 8):
         head = arith.addi(row, ptx.i32(8 * i))
-        number = arith.addi(arith.muli(ptx.extend(t), ptx.i64(heads)), ptx.extend(head))
-        address = arith.addi(base, arith.muli(number, ptx.i64(2 * columns)))
+        address = arith.addi(base, arith.muli(ptx.number(t, heads, head), ptx.i64(2 * columns)))
         words = []  # of eight columns each
         for values in acc:
             four = values[4 * i : 4 * i + 4]
             words += [ptx.transposed_matrix(ptx.bfloat16_pair(*four[j : j + 2])) for j in (0, 2)]
         quads = [tiles.transposed(words[j : j + 4], part) for j in range(0, len(words), 4)]
-        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, head, ptx.i32(heads))):
+        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, head, heads)):
             for j, quad in enumerate(quads):
                 ptx.store_16(address, 2 * 2 * SLICE * j, quad)
 
 
-def consume(shape: Shape, refs, shared: Shared, scale: float, team, item: Item) -> None:
+def consume(shape: Shape, refs, sizes: tiles.Sizes, shared: Shared, team, item: Item) -> None:
     _wait_for_queries(shape, shared, team, item.number)
-    step = functools.partial(_step, shape, scale, shared, team, item.end_block - 1)
+    step = functools.partial(_step, shape, sizes.scale, shared, team, item.end_block - 1)
     state = lax.fori_loop(item.first_block, item.end_block, step, _initial(shape))
-    _write_results(shape, refs, shared, team, item, state)
+    _write_results(shape, refs, sizes, shared, team, item, state)

@@ -35,22 +35,22 @@ from jax_sparse_mla.attention.hopper.prefill.few_heads.team import (
     scratch,
 )
 from jax_sparse_mla.attention.hopper.prefill.kernel import launched
-from jax_sparse_mla.attention.hopper.prefill.tiles import LOG2_E
+from jax_sparse_mla.attention.hopper.prefill.tiles import Sizes, columns_scanned
 
 
-def _for_each_item(work, team, length_ref, *, tokens: int, topk: int, blocks: int) -> None:
+def _for_each_item(work, team, length_ref, sizes: Sizes) -> None:
     """Deals the items in turn."""
-    this = lax.axis_index("block") + team * blocks
+    this, step = lax.axis_index("block") + team * sizes.blocks, TEAMS * sizes.blocks
 
     def one(number, first_block):
-        t = this + number * (TEAMS * blocks)
-        limit = jnp.int32(topk) if length_ref is None else jnp.minimum(length_ref[t], topk)
+        t = this + number * step
+        limit = columns_scanned(length_ref, sizes, t)
         # A token without keys has one block that is all masked, so that both warpgroups pass every barrier.
         end_block = first_block + jnp.maximum(lax.div(limit + (BLOCK - 1), jnp.int32(BLOCK)), 1)
         work(team, Item(number, t, limit, first_block, end_block))
         return end_block
 
-    count = lax.div(tokens - this + (TEAMS * blocks - 1), jnp.int32(TEAMS * blocks))
+    count = lax.div(sizes.tokens - this + (step - 1), step)
     lax.fori_loop(0, count, one, jnp.int32(0))
 
 
@@ -63,27 +63,28 @@ def serves(heads: int, qk_dim: int) -> bool:
     return heads <= MOST_HEADS and _shape(heads, qk_dim).fits
 
 
-def sparse_prefill_few_heads(q, kv, indices, topk_length, attn_sink, *, softmax_scale: float, sm_count: int):
+def sparse_prefill_few_heads(q, kv, indices, topk_length, attn_sink, *, softmax_scale: float, sm_count: int, sizes=()):
     """`kernel.sparse_prefill` for as few heads as this kernel `serves`."""
-    (tokens, heads, qk_dim), topk = q.shape, indices.shape[1]
+    tokens, heads, qk_dim = q.shape
     shape = _shape(heads, qk_dim)
     blocks = min(sm_count, tokens)
 
-    def work(inputs, results, memory):
+    def work(inputs, sizes, results, memory):
         q_ref, kv_ref, indices_ref, length_ref, sink_ref = inputs
         out_refs, shared = (*results, sink_ref), Shared(*memory)
-        each = functools.partial(_for_each_item, length_ref=length_ref, tokens=tokens, topk=topk, blocks=blocks)
+        each = functools.partial(_for_each_item, length_ref=length_ref, sizes=sizes)
         init_barriers(shape, shared)
         role = lax.axis_index("role")
 
         @pl.when(role < TEAMS)
         def _consumer():
             plgpu.set_max_registers(shape.consumer_registers, action="increase")
-            each(functools.partial(consume, shape, out_refs, shared, softmax_scale * LOG2_E), role)
+            each(functools.partial(consume, shape, out_refs, sizes, shared), role)
 
         @pl.when(role >= TEAMS)
         def _producer():
             plgpu.set_max_registers(shape.producer_registers, action="decrease")
-            each(functools.partial(produce, shape, q_ref, kv_ref, indices_ref, shared), role - TEAMS)
+            each(functools.partial(produce, shape, q_ref, kv_ref, indices_ref, sizes, shared), role - TEAMS)
 
-    return launched(work, (q, kv, indices, topk_length, attn_sink), scratch(shape), blocks, warpgroups=2 * TEAMS)
+    arrays = q, kv, indices, topk_length, attn_sink
+    return launched(work, arrays, softmax_scale, sizes, scratch(shape), blocks, warpgroups=2 * TEAMS)

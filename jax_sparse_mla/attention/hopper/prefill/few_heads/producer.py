@@ -22,21 +22,20 @@ from jax_sparse_mla.attention.hopper.prefill.tiles import REF, SPLAT, inline, sc
 _ROW_NUMBERS = tiles.per_thread_layout(tiles.ROWS_PER_THREAD)  # of a block
 
 
-def _gather_queries(shape: Shape, q_ref, shared: Shared, team, item: Item) -> None:
-    """Copies a token's heads; heads that q does not have become zero."""
+def _gather_queries(shape: Shape, q_ref, sizes: tiles.Sizes, shared: Shared, team, item: Item) -> None:
+    """Copies a token's heads; heads that there are not become zero."""
 
-    @inline(REF, *SHARED_TYPES, SPLAT, SPLAT, SPLAT)
+    @inline(REF, *SHARED_TYPES, *[SPLAT] * 5)
     def emit(ctx, q, *args):
-        *refs, team, t, item = args
+        *refs, heads, q_heads, team, t, item = args
         team = Team(shape, refs, scalar(team))
-        _, heads, columns = ir.MemRefType(q.type).shape
+        *_, columns = ir.MemRefType(q.type).shape
         copied = -(-shape.heads // 16)  # rows of a thread
         target = tiles.tile_address_at(team.queries, columns)
         ptx.barrier_wait_at(team.barrier(shape.barriers.queries_empty), ptx.previous(scalar(item)))
         for i, row in enumerate(tiles.thread_rows()[:copied]):
-            exists = arith.cmpi(arith.CmpIPredicate.slt, row, ptx.i32(heads))
-            number = arith.addi(arith.muli(ptx.extend(scalar(t)), ptx.i64(heads)), ptx.extend(row))
-            number = arith.select(exists, number, ptx.i64(0))
+            exists = arith.cmpi(arith.CmpIPredicate.slt, row, scalar(heads))
+            number = arith.select(exists, ptx.number(scalar(t), scalar(q_heads), row), ptx.i64(0))
             source = tiles.source_address(q, number)
             nbytes = arith.select(exists, ptx.i32(16), ptx.i32(0))
             with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, ptx.i32(shape.heads))):
@@ -45,7 +44,7 @@ def _gather_queries(shape: Shape, q_ref, shared: Shared, team, item: Item) -> No
                     ptx.copy_16(target, offset, source, tile * 2 * SLICE, nbytes)
         ptx.barrier_arrive_after_copies_at(team.barrier(shape.barriers.queries_full))
 
-    emit(q_ref, *shared, team, item.t, item.number)
+    emit(q_ref, *shared, sizes.heads, sizes.q_heads, team, item.t, item.number)
 
 
 def _gather_block(shape: Shape, row_numbers, kv_ref, shared: Shared, team, block) -> None:
@@ -78,12 +77,12 @@ def _store_valid(team: Team, block: ir.Value, rows: list[ir.Value]) -> None:
     ptx.barrier_arrive_at(barrier)
 
 
-def produce(shape: Shape, q_ref, kv_ref, indices_ref, shared: Shared, team, item: Item) -> None:
-    _gather_queries(shape, q_ref, shared, team, item)
+def produce(shape: Shape, q_ref, kv_ref, indices_ref, sizes: tiles.Sizes, shared: Shared, team, item: Item) -> None:
+    _gather_queries(shape, q_ref, sizes, shared, team, item)
 
     def row_numbers(block):
         first = (block - item.first_block) * BLOCK
-        return tiles.row_numbers(indices_ref, item.t, first, item.limit, kv_len=kv_ref.shape[0], blocks=1)
+        return tiles.row_numbers(indices_ref, sizes, item.t, first, item.limit, blocks=1)
 
     def step(block, rows):
         following = row_numbers(block + 1)
