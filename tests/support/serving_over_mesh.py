@@ -136,7 +136,7 @@ def v4():
 
 
 def windows():
-    layouts(WINDOWS, [(2, 2)], count=4)
+    layouts(WINDOWS, [(2, 2)], count=6)
 
 
 def v4_requests():
