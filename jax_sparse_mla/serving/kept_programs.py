@@ -47,7 +47,7 @@ def path_of(made_from: Sequence[Any], devices: Sequence[jax.Device]) -> Path | N
       devices: those that run it.
     """
     folder, parts = jax.config.jax_compilation_cache_dir, repr(made_from)
-    if folder is None or " at 0x" in parts or jax.process_count() > 1:  # an address is another one in each process
+    if not folder or " at 0x" in parts or jax.process_count() > 1:  # an address is another one in each process
         return None
     machine = [(device.id, device.device_kind, device.client.platform_version) for device in devices]
     if devices[0].platform == "cpu":  # it runs on processors with the same instructions

@@ -115,7 +115,7 @@ def test_all_that_a_program_depends_on_names_it(folder, monkeypatch, tmp_path):
 
 def test_nothing_is_kept_without_a_folder_or_a_name(folder):
     assert path_of(object()) is None, "its address is another one in each process"
-    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_compilation_cache_dir", "")
     assert path_of("a step") is None
     lowered = jax.jit(jnp.sin).lower(1.0)
     assert kept_programs.save(None, lowered, lowered.compile())[0](0.0) == 0
