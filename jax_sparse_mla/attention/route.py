@@ -23,7 +23,7 @@ _BLOCKS_PER_SM_BEFORE_FLASHMLA = 5
 
 # Measured on an H200 (docs/reference/routing.md): from so many rows on, a prefill chunk is done earlier from a gathered
 # workspace than from the paged caches.
-_GATHERED_FROM_ROWS = 256
+GATHERED_FROM_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +145,6 @@ def _kernel(backend: str, call: Call) -> tuple[str, str]:
             f"{rows} query rows are more than the {cap} for which FlashMLA's schedule fits in "
             f"{call.device.shared_memory_optin} bytes of shared memory",
         )
-    if call.chunk and rows >= _GATHERED_FROM_ROWS:
-        return "sparse_prefill", f"a chunk of {_GATHERED_FROM_ROWS} rows or more is best gathered, this one has {rows}"
+    if call.chunk and rows >= GATHERED_FROM_ROWS:
+        return "sparse_prefill", f"a chunk of {GATHERED_FROM_ROWS} rows or more is best gathered, this one has {rows}"
     return "paged_decode", "decode attends to the paged caches"

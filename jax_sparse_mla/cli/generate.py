@@ -147,7 +147,8 @@ def _run(args: argparse.Namespace) -> int:
             speculative_steps=args.speculative_steps or 0,
             backend=args.backend,
         )
-        plans = report.plans(setup.spec, options, args.backend)
+        # Not without need: a plan waits for the kernels that are being built.
+        plans = report.plans(setup.spec, options, args.backend) if args.backend or args.verbose else {}
         for other in args.compare_backends:
             report.plans(setup.spec, options, other)
         engine = setup.new_engine(options)

@@ -10,7 +10,8 @@ import jax
 
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.attention.backend import Call
-from jax_sparse_mla.attention.machine import plan_here
+from jax_sparse_mla.attention.machine import override_of, plan_here
+from jax_sparse_mla.attention.route import GATHERED_FROM_ROWS
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.layers import checks as layer_checks
 from jax_sparse_mla.metadata import (
@@ -101,6 +102,8 @@ def gathers(spec: ModelSpec, rows: int) -> bool:
 
     Other modes attend to the paged caches: their rows have no context in common.
     """
+    if rows >= GATHERED_FROM_ROWS and not override_of("decode"):  # whoever serves: no kernel is loaded to know it
+        return True
     columns = (spec.window or 0) + spec.index_width
     call = Call(
         *("decode", spec.kv_layout, rows, spec.num_heads, DeviceInfo.current(), columns),

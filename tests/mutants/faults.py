@@ -201,7 +201,7 @@ fault("context-parallel-last-slot", "the slot past the last device's is read",
       "min(n * cache.num_slots - 1,", "min(n * cache.num_slots,", why="no test asks for the slot past the last one")
 fault = of("jax_sparse_mla/attention/route.py", "tests/attention/test_route.py")
 fault("route-gather", "a chunk of exactly 256 rows is not gathered",
-      "_GATHERED_FROM_ROWS = 256", "_GATHERED_FROM_ROWS = 257")
+      "GATHERED_FROM_ROWS = 256", "GATHERED_FROM_ROWS = 257")
 fault("route-few-keys", "FlashMLA serves one block less a multiprocessor",
       "_BLOCKS_PER_SM_BEFORE_FLASHMLA = 5", "_BLOCKS_PER_SM_BEFORE_FLASHMLA = 4")
 fault = of("jax_sparse_mla/attention/backend.py", "tests/attention/test_route.py")
