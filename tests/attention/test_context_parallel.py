@@ -67,6 +67,9 @@ def index_lists(rng, rows: int, width: int, end: int, *, has_lengths: bool) -> t
     return jnp.asarray(lists, jnp.int32), jnp.asarray(lengths, jnp.int32) if has_lengths else None
 
 
+pack_rows = jax.jit(_pack_rows_reference, static_argnums=2)
+
+
 def check_packed(seed: int, size: int, widths, interleaves, has_lengths, all_slots: bool) -> None:
     rng, rank, end = np.random.default_rng(seed), seed % size, 40 * size
     last = INT_MAX if all_slots else end - 1
@@ -74,7 +77,7 @@ def check_packed(seed: int, size: int, widths, interleaves, has_lengths, all_slo
     facts = tuple((Ownership(size, interleave), last) for interleave, _ in zip(interleaves, widths))
     lists = [(rule.interleave, last, lengths is not None) for (rule, last), (_, lengths) in zip(facts, rows)]
     found = triton_ownership.pack(EXECUTOR(), jnp.int32(rank), *jax.tree.leaves(rows), size=size, lists=lists)
-    expected = _pack_rows_reference(rows, rank, facts)
+    expected = pack_rows(rows, rank, facts)
     for actual, wanted in zip(found, jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(actual, wanted)
 
@@ -121,7 +124,7 @@ def test_every_index_is_somebody_s_once():
 @pytest.mark.parametrize("shapes", [((2, 3, 0), (2, 3, 5)), ((2, 3, 5), (2, 3, 0)), ((0, 3, 5), (0, 3, 1))])
 def test_lists_without_an_entry(shapes):
     lists = [Positions(Ownership(2, 1), 9, jnp.full(shape, 4, jnp.int32), None) for shape in shapes]
-    for (own, count), shape in zip(pack_positions(lists, 0), shapes):
+    for (own, count), shape in zip(jax.jit(lambda: pack_positions(lists, 0))(), shapes):
         np.testing.assert_array_equal(own, np.full(shape, 2))
         np.testing.assert_array_equal(count, np.full(shape[:-1], shape[-1]))
 
@@ -137,6 +140,10 @@ def test_there_is_a_length_for_each_list(shape):
 # --- the exchange ---------------------------------------------------------------------------------
 
 DTYPES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+
+
+send = jax.jit(exchange.send_reference, static_argnums=2)
+merge_received = jax.jit(exchange.merge_received_reference, static_argnames=("shape", "dtype"))
 
 
 def attended(seed: int, n: int, leading: tuple[int, ...], heads: int, v_dim: int, dtype):
@@ -165,12 +172,12 @@ def test_the_exchange_is_merge_and_sink(dtype, has_sink):
     """The plain code: rounded once, where merge and sink one after the other round twice."""
     n, heads = 3, 6
     parts = attended(0, n, (2, 2), heads, 16, dtype)
-    sent = [exchange.send_reference(*part, n) for part in parts]
+    sent = [send(*part, n) for part in parts]
     for device in range(n):
         of = slice(device * heads // n, (device + 1) * heads // n)
         sink = sinks(heads)[of] if has_sink else None
         shape = (2, 2, heads // n, 16)
-        out, lse = exchange.merge_received_reference(received(sent, device), sink, shape, dtype)
+        out, lse = merge_received(received(sent, device), sink, shape, dtype)
         outs, lses = zip(*((out[:, :, of].astype(jnp.float32), lse[:, :, of]) for out, lse in parts))
         whole, whole_lse = merge_attention(outs, lses)
         whole = apply_attn_sink(whole, whole_lse, sink) if has_sink else whole
@@ -185,7 +192,7 @@ def check_exchange(seed: int, n: int, rows: int, own: int, v_dim: int, dtype, ha
     used = items * (v_dim * jnp.dtype(dtype).itemsize // 4 + 1)
     sent = []
     for part in parts:
-        expected = exchange.send_reference(*part, n)
+        expected = send(*part, n)
         words = kernels.send(EXECUTOR(), *part, words=expected.shape)
         assert expected.shape[1] % 4 == 0 and 0 <= expected.shape[1] - used < 4
         np.testing.assert_array_equal(words[:, :used], expected[:, :used])
@@ -193,7 +200,7 @@ def check_exchange(seed: int, n: int, rows: int, own: int, v_dim: int, dtype, ha
     sink = sinks(own) if has_sink else None
     static = {"shape": (rows, 1, own, v_dim), "dtype": jnp.dtype(dtype).name}
     found = kernels.merge_received(EXECUTOR(), received(sent, device), sink, **static)
-    assert_merged(found, exchange.merge_received_reference(received(sent, device), sink, **static), dtype)
+    assert_merged(found, merge_received(received(sent, device), sink, **static), dtype)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 512), (3, 0, 512), (0, 0, 512)])
@@ -238,7 +245,7 @@ def test_nan_stays_nan():
     words = jnp.full((2, 8), -1, jnp.int32).at[0].set(0)
     for found in (
         kernels.merge_received(EXECUTOR(), words, shape=(1, 1, 2), dtype="float32"),
-        exchange.merge_received_reference(words, None, (1, 1, 2), "float32"),
+        merge_received(words, None, (1, 1, 2), "float32"),
     ):
         assert np.isnan(found[1]).all() and np.isnan(found[0]).all()
 
@@ -331,13 +338,13 @@ def test_jax_exchanges_with_the_kernels(dtype):
     sent = [exchange.send(*part, n) for part in parts]
     used = rows * heads // n * (512 * jnp.dtype(dtype).itemsize // 4 + 1)
     for words, part in zip(sent, parts):
-        np.testing.assert_array_equal(words[:, :used], exchange.send_reference(*part, n)[:, :used])
+        np.testing.assert_array_equal(words[:, :used], send(*part, n)[:, :used])
     shape = (rows, 1, heads // n, 512)
     for device in range(n):
         for some in (sink, None):
             words = received(sent, device)
             found = exchange.merge_received(words, some, shape, dtype)
-            assert_merged(found, exchange.merge_received_reference(words, some, shape, dtype), dtype)
+            assert_merged(found, merge_received(words, some, shape, dtype), dtype)
 
 
 @pytest.mark.gpu

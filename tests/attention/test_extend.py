@@ -330,4 +330,4 @@ def test_bad_input(change, error):
     """`tests/contract/test_bad_input.py` has the rest."""
     given = {"plan": plan_of(shared_chunk(), 4)} | arguments_of(shared_chunk(), 4) | {"softmax_scale": SCALE}
     with pytest.raises(error, match=rf"\b{next(iter(change))}\b"):
-        sparse_mla_extend(**given | change)
+        jax.eval_shape(lambda: sparse_mla_extend(**given | change))

@@ -1,5 +1,7 @@
 """Decode context parallel: the ownership rule against a loop over tokens, and the global top-k against one device's."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,14 @@ def of_one(logits, lengths):
     return topk_positions(logits, lengths, TOPK)
 
 
+@partial(jax.jit, static_argnums=(2, 3))
+def of_all(ranks, lengths, topk, rule):
+    """The same of the logits that each rank keeps."""
+    offered = [local_candidates(own, lengths, topk, rule, rank) for rank, own in enumerate(ranks)]
+    keys, positions = (jnp.stack(part) for part in zip(*offered))
+    return select_candidates(keys, positions, lengths, topk)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     case=st.sampled_from([(1, 1), (2, 1), (3, 4), (4, 8), (5, 7)]),
@@ -74,19 +84,15 @@ def test_global_topk_is_one_device_s(case, values, seed):
     lengths = np.array([rng.integers(8, COLUMNS), rng.integers(0, 8), -5, COLUMNS, rng.integers(0, COLUMNS)], np.int32)
     # What a rank keeps, padded with what must not be read.
     own_columns = -(-COLUMNS // (rule.size * rule.interleave)) * rule.interleave
-    offered = []
+    ranks = []
     for rank in range(rule.size):
         own = np.full((ROWS, own_columns), np.inf, np.float32)
         kept = logits[:, rule.owner(np.arange(COLUMNS)) == rank]
         own[:, : kept.shape[1]] = kept
-        offered.append(local_candidates(jnp.asarray(own), jnp.asarray(lengths), TOPK, rule, rank))
-    keys, positions = (jnp.stack(part) for part in zip(*offered))
-    found = select_candidates(keys, positions, jnp.asarray(lengths), TOPK)
-    np.testing.assert_array_equal(found, of_one(logits, lengths))
+        ranks.append(own)
+    np.testing.assert_array_equal(of_all(ranks, lengths, TOPK, rule), of_one(logits, lengths))
 
 
 def test_columns_that_no_rank_has_are_never_given():
-    rule, lengths = Ownership(2, 1), jnp.full(1, 40, jnp.int32)
-    offered = [local_candidates(jnp.ones((1, 5)), lengths, 12, rule, rank) for rank in (0, 1)]
-    keys, positions = (jnp.stack(part) for part in zip(*offered))
-    assert select_candidates(keys, positions, lengths, 12).tolist() == [[*range(10), -1, -1]]
+    found = of_all([np.ones((1, 5), np.float32)] * 2, np.full(1, 40, np.int32), 12, Ownership(2, 1))
+    assert found.tolist() == [[*range(10), -1, -1]]

@@ -14,7 +14,7 @@ from jax_sparse_mla.serving.moe import choose, experts
 
 def test_experts_are_a_loop_over_rows():
     """Rows that read their own experts' weights, and more rows, sorted by expert; experts without a row."""
-    rng = np.random.default_rng(0)
+    rng, compiled = np.random.default_rng(0), jax.jit(experts, static_argnums=5)
     gate_up, down = rng.standard_normal((8, 12, 16)), rng.standard_normal((8, 16, 6))
     for rows, k, limit in ((1, 2, None), (4, 2, 1.0), (9, 2, 1.0), (20, 1, None)):
         x, weights = rng.standard_normal((rows, 16)), rng.standard_normal((rows, k))
@@ -27,14 +27,14 @@ def test_experts_are_a_loop_over_rows():
                     gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
                 expected[row] += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
         arrays = (jnp.asarray(a, jnp.float32) for a in (weights, gate_up, down))
-        found = jax.jit(experts, static_argnums=5)(jnp.asarray(x, jnp.float32), jnp.asarray(chosen), *arrays, limit)
+        found = compiled(jnp.asarray(x, jnp.float32), jnp.asarray(chosen), *arrays, limit)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
         if rows > 1:  # of two devices each has half of the experts
             weights, *halves = (
                 jnp.asarray(a, jnp.float32) for a in (weights, *np.split(gate_up, 2), *np.split(down, 2))
             )
             x, chosen = jnp.asarray(x, jnp.float32), jnp.asarray(chosen)
-            parts = [experts(x, chosen - 4 * i, weights, halves[i], halves[2 + i], limit) for i in (0, 1)]
+            parts = [compiled(x, chosen - 4 * i, weights, halves[i], halves[2 + i], limit) for i in (0, 1)]
             np.testing.assert_allclose(sum(parts), expected, rtol=1e-4, atol=1e-4)
 
 
