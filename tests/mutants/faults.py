@@ -488,9 +488,10 @@ fault("config-rope-low", "yarn's frequencies are divided from the slow end on",
 fault = of("jax_sparse_mla/serving/config.py", "tests/serving/test_models_transformers.py")
 fault("config-rope-of-ratio", "layers without compression turn by the compressed layers' frequencies",
       "self.compress_rope if ratio else self.window_rope", "self.compress_rope")
-fault = of("jax_sparse_mla/serving/moe.py", "tests/serving/test_moe.py")
+fault = of("jax_sparse_mla/serving/moe.py", "tests/serving/test_models_transformers.py")
 fault("moe-bias", "experts are chosen without the correction bias",
       "choose(scores.astype(jnp.float32) + bias, config)", "choose(scores.astype(jnp.float32), config)")
+fault = of("jax_sparse_mla/serving/moe.py", "tests/serving/test_moe.py")
 fault("moe-groups", "a group counts by its best expert alone",
       "lax.top_k(grouped, 2)[0].sum(axis=-1)", "lax.top_k(grouped, 1)[0].sum(axis=-1)")
 fault = of("jax_sparse_mla/serving/layers.py", "tests/serving/test_models_transformers.py")
