@@ -289,6 +289,8 @@ def _new_request(
         asked = {name: description[name] for name in _LISTS}
         sampling = Sampling(**{field.name: description[field.name] for field in dataclasses.fields(Sampling)})
         request = Request(tokens[:prompt], max_new_tokens, output, sampling=sampling, **asked)
+        if not all(0 <= token < engine.scheduler.vocab_size for token in request.forced or ()):
+            raise ValueError(f"forced tokens out of the model's vocabulary of {engine.scheduler.vocab_size}")
     except KeyError as error:
         raise ValueError(f"import_request: the file does not say the request's {error}") from None
     except (TypeError, ValueError) as error:

@@ -17,6 +17,8 @@ from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int, prob
 from jax_sparse_mla.cli.endings import REFUSED, one_line
 from jax_sparse_mla.cli.progress import Progress, Status, Stream
 
+MOST_PROMPT_BYTES = 100_000_000
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from jax_sparse_mla.serving.options import PREFILL_BACKENDS
@@ -48,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare-backends", type=backend_names, default=[], metavar="NAME,…", help=backends)
     drafts = (
         "draft K tokens at a time with the checkpoint's draft layer or, without one, the model's first layer, verify "
-        "them in one step (default: plain decoding)"
+        "them in one step; at most 32 (default: plain decoding)"
     )
     add("--speculative-steps", type=positive_int, metavar="K", help=drafts)
     oracle = "with --speculative-steps: propose plain decoding's own token with this probability"
@@ -114,12 +116,15 @@ def _status(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from jax_sparse_mla.cli.setup import check_requests, new_setup
     from jax_sparse_mla.serving.memory import NotEnoughMemory
+    from jax_sparse_mla.serving.options import MAX_DRAFTS
     from jax_sparse_mla.serving.request import Request, Sampling
     from jax_sparse_mla.serving.scheduler import EngineOptions
     from jax_sparse_mla.serving.speculative import DraftOracle
 
     sampling = functools.partial(Sampling, args.temperature, args.top_p)
     try:
+        if (args.speculative_steps or 0) > MAX_DRAFTS:
+            raise ValueError(f"--speculative-steps must be at most {MAX_DRAFTS}, got {args.speculative_steps}")
         if args.draft_oracle and not args.speculative_steps:
             raise ValueError("--draft-oracle needs --speculative-steps")
         if args.mesh is not None and args.compare_backends:
@@ -246,7 +251,11 @@ def _prompt_text(args: argparse.Namespace) -> str:
     if args.prompt_file is not None:
         size = args.prompt_file.stat().st_size
         memory.check_host_memory(f"--prompt-file {args.prompt_file} of {size} bytes needs", 32 * size)
-        return args.prompt_file.read_text(encoding="utf-8")
+        with args.prompt_file.open("rb") as file:  # a device or a pipe has no size, and may have no end
+            text = file.read(MOST_PROMPT_BYTES + 1)
+        if len(text) > MOST_PROMPT_BYTES:
+            raise ValueError(f"--prompt-file {args.prompt_file} has more than {MOST_PROMPT_BYTES} bytes")
+        return text.decode("utf-8")
     return presets.default_prompt()
 
 

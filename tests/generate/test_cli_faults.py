@@ -61,6 +61,18 @@ def test_what_does_not_fit_is_refused(capsys, monkeypatch, tmp_path, args, words
     assert re.search(words, line), line
 
 
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--prompt-file", "/dev/zero"], "--prompt-file /dev/zero has more than 100000000 bytes"),
+        (["--prompt", "hello", "--speculative-steps", 33], "--speculative-steps must be at most 32, got 33"),
+    ],
+)
+def test_what_has_no_end_or_a_limit_is_refused(capsys, args, words):
+    status, out, _, line = run(capsys, *SERVED, *args)
+    assert (status, out, line) == (2, "", f"jax-sparse-mla generate: {words}")
+
+
 def test_more_slots_than_an_int32_counts(capsys, monkeypatch):
     monkeypatch.setattr(memory, "host_memory", lambda: 1 << 60)
     status, _, _, line = run(capsys, *SERVED, "--prompt", "hello", "--max-new-tokens", 2**31)
