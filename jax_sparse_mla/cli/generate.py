@@ -21,7 +21,7 @@ MOST_PROMPT_BYTES = 100_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from jax_sparse_mla.serving.options import PREFILL_BACKENDS
+    from jax_sparse_mla.serving.options import MAX_DRAFTS, PREFILL_BACKENDS
     from jax_sparse_mla.serving.presets import PRESETS
 
     add, source = parser.add_argument, parser.add_mutually_exclusive_group()
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare-backends", type=backend_names, default=[], metavar="NAME,…", help=backends)
     drafts = (
         "draft K tokens at a time with the checkpoint's draft layer or, without one, the model's first layer, verify "
-        "them in one step; at most 32 (default: plain decoding)"
+        f"them in one step; at most {MAX_DRAFTS} (default: plain decoding)"
     )
     add("--speculative-steps", type=positive_int, metavar="K", help=drafts)
     oracle = "with --speculative-steps: propose plain decoding's own token with this probability"

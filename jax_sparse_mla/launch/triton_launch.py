@@ -1,9 +1,9 @@
 """Launches of Triton kernels inside XLA programs by a few lines of our own C++, `kernel_launch.h`.
 
 Triton begins to compile a kernel for the GPU when the call is traced, in a thread beside those of the program's other
-kernels, and lowering waits for it; the program then calls a function that holds the machine code and the numbers, and
-takes XLA's buffers. jaxlib's launcher, which jax-triton emits, looks a kernel up by its whole
-text before every execution, of recorded calls too: for a step of 43 layers that takes the host longer than all else.
+kernels, and lowering waits for it. The program then calls a function that holds the machine code and the numbers, and
+takes XLA's buffers. jaxlib's launcher, which jax-triton emits, looks a kernel up by its whole text before every
+execution, of recorded calls too: for a step of 43 layers that takes the host longer than all else.
 """
 
 from __future__ import annotations

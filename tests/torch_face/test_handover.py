@@ -264,6 +264,7 @@ REFUSED = [
     ({"top_p": "all"}, "the file's request is none"),
     ({"eos_token_ids": [0.5]}, "the file's request is none: Request: eos_token_ids must be"),
     ({"seed": None}, "the file's request is none: Sampling: seed must be"),
+    ({"forced": [256]}, "the file's request is none: forced tokens out of the model's vocabulary of 256"),
     ({"eos_token_ids": list(range(256))}, "has ended with one of its end tokens"),
     ({"tensors": lambda t: {k: x for k, x in t.items() if k != "tokens"}}, r"tokens must be int32"),
     ({"tensors": replaced("tokens", lambda x: x.long())}, r"tokens must be int32"),
