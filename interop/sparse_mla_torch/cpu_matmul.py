@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
 
 _PRODUCTS = {"addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "__matmul__", "mm", "grouped_mm", "_grouped_mm"}
 
@@ -39,9 +39,9 @@ class _Float32Products(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         is_product = getattr(func, "__name__", "") in _PRODUCTS and "out" not in kwargs
-        if not is_product or not any(map(_is_slow, jax.tree.leaves(args))):
+        if not is_product or not any(map(_is_slow, _pytree.tree_leaves(args))):
             return func(*args, **kwargs)
-        args, kwargs = jax.tree.map(_wide, (args, kwargs))
+        args, kwargs = _pytree.tree_map(_wide, (args, kwargs))
         return func(*args, **kwargs).to(torch.bfloat16)
 
 

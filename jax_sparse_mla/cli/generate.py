@@ -14,6 +14,7 @@ from jax_sparse_mla import activity
 from jax_sparse_mla.attention.route import BACKENDS
 from jax_sparse_mla.cli import processes, report
 from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int, probability
+from jax_sparse_mla.cli.checks import begin_check
 from jax_sparse_mla.cli.endings import REFUSED, one_line
 from jax_sparse_mla.cli.progress import Progress, Status, Stream
 
@@ -105,15 +106,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    """As `run`; 1 where a request fails, too."""
-    try:
-        return _run(args)
-    except RequestsFailed as error:
-        print(f"failed     {error}")
-        return 1
+    """As `run`; 1 where a request fails, too. However it ends, the check's process has ended then."""
+    with contextlib.ExitStack() as ending:
+        try:
+            return _run(args, ending)
+        except RequestsFailed as error:
+            print(f"failed     {error}")
+            return 1
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, ending: contextlib.ExitStack) -> int:
+    check = None
+    if args.mesh is None and not args.no_check:
+        try:
+            check = begin_check()  # of all the first: its imports take seconds
+        except ImportError as error:
+            return _refused(args, error)
+        ending.callback(check.close)
     from jax_sparse_mla.cli.setup import check_requests, new_setup
     from jax_sparse_mla.serving.memory import NotEnoughMemory
     from jax_sparse_mla.serving.options import MAX_DRAFTS
@@ -133,7 +142,7 @@ def _run(args: argparse.Namespace) -> int:
         text = _prompt_text(args)
         keep_programs()
         with activity.show("starting JAX and loading the model"):
-            setup = new_setup(args)
+            setup = new_setup(args, check)
         prompt = setup.tokenizer.encode(text)
         check_requests(args, setup, prompt)
         requests = [
@@ -231,8 +240,12 @@ def _check(args: argparse.Namespace, setup: Any, engine: Any, requests: list[Any
     except (OSError, ValueError, ImportError) as error:
         print("check      not done: transformers' model could not be loaded")
         return _refused(args, error)
-    with activity.show("comparing every layer with transformers"):
-        result = setup.check.compare(engine, requests)
+    try:
+        with activity.show("comparing every layer with transformers"):
+            result = setup.check.compare(engine, requests)
+    except ChildProcessError as error:
+        print("check      not done: transformers did not run to its end")
+        return _refused(args, error)
     print(*(result.table if args.verbose or not result.passed else ()), *result.summary, sep="\n")
     print(f"check      {'passed' if result.passed else 'FAILED'}")
     return 0 if result.passed else 1

@@ -1,4 +1,4 @@
-"""The setup of `generate`: a model, its tokenizer and device, and the check of what it generates."""
+"""The setup of `generate`: a model, its tokenizer and device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.metadata import entry_points
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import jax
 
+from jax_sparse_mla.cli.checks import Check
 from jax_sparse_mla.models import ModelSpec, text_config
 from jax_sparse_mla.packages import why_not
 from jax_sparse_mla.serving import presets
@@ -27,28 +27,6 @@ from jax_sparse_mla.serving.native import begin_to_load
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.speculative import DraftOracle
 
-CHECKS = "jax_sparse_mla.check"  # the group of entry points under which a check is installed
-
-
-class CheckResult(NamedTuple):
-    """Whether a check passed, and lines that say so: in short, and layer by layer."""
-
-    passed: bool
-    summary: list[str]
-    table: list[str]
-
-
-class Check(Protocol):
-    """A check against another implementation of the same model: of a checkpoint folder, or of a preset and its seed."""
-
-    def __init__(self, checkpoint: str | None, preset: str, seed: int): ...
-
-    def load(self) -> None:
-        """Loads the other implementation's model."""
-
-    def compare(self, engine: Engine, requests: list[Request]) -> CheckResult:
-        """Compares the latest traced run of an engine with it."""
-
 
 class Setup:
     """A model for one device.
@@ -57,26 +35,24 @@ class Setup:
       name, device: the model and the device, in words.
       model, params, tokenizer: what serves.
       eos_token_ids: tokens that end a text; none of a preset.
-      check: the installed check; None with --no-check, and over a mesh.
+      check: the check, which loads its model meanwhile; None without one.
 
     Raises:
       OSError, ValueError: no such folder, device or model, or a tokenizer that cannot be loaded.
-      ImportError: the check is not installed, or lacks torch or transformers.
     """
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, check: Check | None):
         self.device = choose_device(args.device)
         _import_tvm_ffi()
         begin_to_load()
         preset = args.preset or presets.DEFAULT_PRESET  # a default of argparse would not conflict with --model
-        compares = args.mesh is None and not args.no_check
-        self.check = new_check(args.model, preset, args.seed) if compares else None
-        self._loading: Future | None = None
+        self.check, self._loading = check, None
         if args.model is not None:
             self.name = args.model
             if not os.path.isdir(args.model):
                 raise FileNotFoundError(f"no checkpoint folder {args.model}")
             self._print_start()
+            self._load_check("load_checkpoint", args.model)
             self.model, self.params = load(args.model, draft_layer=bool(args.speculative_steps))
             self.tokenizer = presets.load_tokenizer(args.model, self.model.vocab_size)
             if isinstance(self.tokenizer, presets.ByteTokenizer):
@@ -85,7 +61,9 @@ class Setup:
             self.name = f"preset {preset}, seed {args.seed} (random weights)"
             self._print_start()
             self.model = Model.from_config(presets.CONFIGS[preset])
-            self.params = self.model.from_named_arrays(self.model.random_arrays(args.seed))
+            arrays = self.model.random_arrays(args.seed)
+            self._load_check("load_arrays", self.model, presets.CONFIGS[preset], arrays)
+            self.params = self.model.from_named_arrays(arrays)
             self.tokenizer = presets.ByteTokenizer()
         self.eos_token_ids = () if args.model is None else self.model.eos_token_ids
         if args.model is not None and args.temperature == 0:
@@ -109,12 +87,15 @@ class Setup:
     def new_engine(self, options: EngineOptions) -> Engine:
         engine = Engine(self.model, self.params, options)
         engine.ahead = True
-        if self.check is not None:  # its imports take as long as the first programs
-            self._loading = ThreadPoolExecutor(1).submit(self.check.load)
         return engine
 
+    def _load_check(self, method: str, *arguments: Any) -> None:
+        """Begins to load the check's model."""
+        if self.check is not None:
+            self._loading = ThreadPoolExecutor(1).submit(getattr(self.check, method), *arguments)
+
     def wait_for_check(self) -> None:
-        """Waits until the check has loaded its model, which began with the engine; raises what loading raises."""
+        """Waits until the check has loaded its model; raises what loading raises."""
         self._loading.result()
 
     def serve(
@@ -143,11 +124,11 @@ class MeshSetup(Setup):
       OSError, ValueError: as `Setup`; too few devices, or a model that they cannot share.
     """
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, check: Check | None):
         choose_device(args.device)
         self.mesh = new_mesh(*args.mesh)
         with jax.default_device(_host()):  # no device needs room for the whole model, but for the check
-            super().__init__(args)
+            super().__init__(args, check)
             self.whole = None if args.no_check else (self.model, self.params)
             self.model, self.params = cut_model(self.model, self.params, self.mesh)
 
@@ -213,19 +194,11 @@ def _host() -> jax.Device | None:
         return None
 
 
-def new_check(checkpoint: str | None, preset: str, seed: int) -> Check:
-    """The installed check; an ImportError says that there is none, or what it needs is missing or too old."""
-    checks = list(entry_points(group=CHECKS))
-    if not checks:
-        raise ImportError(f'no entry point {CHECKS} is installed: install "jax-sparse-mla[hf]" again')
-    return checks[0].load()(checkpoint, preset, seed)
-
-
-def new_setup(args: argparse.Namespace) -> Setup:
+def new_setup(args: argparse.Namespace, check: Check | None) -> Setup:
     """The setup that the arguments ask for; raises what `Setup` and `MeshSetup` raise."""
     # torch's weights and JAX's caches may share one GPU's memory: JAX must not take most of it beforehand.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    return Setup(args) if args.mesh is None else MeshSetup(args)
+    return (Setup if args.mesh is None else MeshSetup)(args, check)
 
 
 def choose_device(wanted: str | None) -> str:

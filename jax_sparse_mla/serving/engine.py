@@ -496,7 +496,8 @@ class Engine:
                 lowered = self._jitted(program).lower(*arguments)
                 if then is not None:
                     self._coming[then] = _compilers.submit(self._compile, *then)
-                step = kept_programs.save(path, lowered, lowered.compile(_compiler_options(mode)))
+                options = options_without_search() if mode is ForwardMode.EXTEND else {}
+                step = kept_programs.compile(path, lowered, options)
             _executables[key] = step
         call, self.routes[program] = _executables[key]
         return program, call
@@ -505,12 +506,13 @@ class Engine:
         return jax.jit(functools.partial(run_step, program), donate_argnums=1)
 
 
-def _compiler_options(mode: ForwardMode) -> dict[str, int]:
-    """Prefill programs are compiled without XLA's search among kernels of matrix products, by running them, unless
-    XLA_FLAGS has a level of it: it takes a third of their compilation, and their products have many rows, for which the
-    first choice is as fast (the first token of 8,192 of V4-Flash's slice on an H200: 198.4 ms without, 198.8 with)."""
+def options_without_search() -> dict[str, int]:
+    """XLA's options for programs that are compiled without its search among kernels of matrix products, by running
+    them, unless XLA_FLAGS has a level of it. Those of prefill are: it takes a third of their compilation, and their
+    products have many rows, for which the first choice is as fast (the first token of 8,192 of V4-Flash's slice on an
+    H200: 198.4 ms without, 198.8 with)."""
     searches = "xla_gpu_autotune_level" in os.environ.get("XLA_FLAGS", "") or jax.default_backend() != "gpu"
-    return {} if searches or mode is not ForwardMode.EXTEND else {"xla_gpu_autotune_level": 0}
+    return {} if searches else {"xla_gpu_autotune_level": 0}
 
 
 def _is_sound(state: State | None) -> bool:

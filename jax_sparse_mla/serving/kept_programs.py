@@ -17,6 +17,7 @@ import os
 import pickle
 import re
 import tempfile
+import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def path_of(made_from: Sequence[Any], devices: Sequence[jax.Device]) -> Path | N
 
 
 def load(path: Path | None, devices: Sequence[jax.Device]) -> Step | None:
-    """The program that `save` kept, or None."""
+    """The program that `compile` kept, or None."""
     if path is None or not path.is_file() or open_to_others(path.lstat()):
         return None
     try:
@@ -74,10 +75,14 @@ def load(path: Path | None, devices: Sequence[jax.Device]) -> Step | None:
     return call, routes
 
 
-def save(path: Path | None, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Step:
-    """Keeps a program where that can be done; returns it."""
+def compile(path: Path | None, lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) -> Step:
+    """Compiles a program, and keeps it where that can be done."""
+    hits = _of_thread.__dict__.get("hits", 0)
+    compiled = lowered.compile(options)
     step = compiled, calls_of(lowered)
-    if path is None:
+    was_loaded = _of_thread.__dict__.get("hits", 0) > hits
+    # What a CPU's XLA has loaded, as from JAX's cache, it serialises without its functions.
+    if path is None or (was_loaded and jax.default_backend() == "cpu"):
         return step
     # A program with constants of its own cannot be kept, nor one that calls what another process cannot name.
     with contextlib.suppress(OSError, NotImplementedError, ValueError, pickle.PicklingError, AttributeError, TypeError):
@@ -89,6 +94,15 @@ def save(path: Path | None, lowered: jax.stages.Lowered, compiled: jax.stages.Co
             file.write(zlib.compress(whole, 1))
         os.replace(file.name, path)
     return step
+
+
+def _count_hits(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _of_thread.hits = _of_thread.__dict__.get("hits", 0) + 1
+
+
+_of_thread = threading.local()  # `hits`: programs that JAX's cache has given it
+jax.monitoring.register_event_listener(_count_hits)
 
 
 @functools.cache

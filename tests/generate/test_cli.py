@@ -19,8 +19,9 @@ from jax_sparse_mla.attention import machine
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.hopper.prefill import alone
 from jax_sparse_mla.backend import KERNEL_UNUSABLE
-from jax_sparse_mla.cli import doctor, generate, main, report, setup
+from jax_sparse_mla.cli import checks, doctor, generate, main, report, setup
 from jax_sparse_mla.serving import presets as texts
+from jax_sparse_mla.serving.model import Model
 from jax_sparse_mla.serving.speculative import Difference
 
 HAS_MODELS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
@@ -163,7 +164,7 @@ def test_generate_without_torch_says_what_is_missing():
 
 
 def test_a_check_that_is_not_installed_is_said(capsys, monkeypatch):
-    monkeypatch.setattr(setup, "entry_points", lambda group: [])
+    monkeypatch.setattr(checks, "entry_points", lambda group: [])
     status, out, err = run(capsys, "generate")
     assert status == 2 and not out and "no entry point jax_sparse_mla.check is installed" in err
     assert "jax-sparse-mla[hf]" in err and "--no-check goes without them" in err
@@ -280,13 +281,20 @@ def small_presets(monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     import hf_models
-    from sparse_mla_torch.check import presets
 
     monkeypatch.setitem(texts.CONFIGS, "v4", hf_models.as_preset(hf_models.small_v4_config()))
     monkeypatch.setitem(texts.CONFIGS, "v32", hf_models.as_preset(hf_models.small_v32_config()))
     text = texts.default_prompt()[:470]
     monkeypatch.setattr(texts, "default_prompt", lambda: text)
-    return presets
+
+
+def save_preset(name, seed, folder):
+    from sparse_mla_torch.check import Check
+    from sparse_mla_torch.eager.model import Eager
+
+    model, eager = Model.from_config(texts.CONFIGS[name]), Eager()
+    Check(eager).load_arrays(model, texts.CONFIGS[name], model.random_arrays(seed))
+    eager.model.save_pretrained(folder)
 
 
 def generated(out):
@@ -329,6 +337,7 @@ def repeat_without_running(monkeypatch, reports):
 
     monkeypatch.setattr(generate, "_serve", serve)
     monkeypatch.setattr(comparison, "compare_layers", lambda *_: reports)
+    monkeypatch.setattr(comparison, "run_layers", lambda *_: {})
     monkeypatch.setattr(comparison, "count_agreeing_tokens", lambda *_: (0, 0))
 
 
@@ -338,7 +347,7 @@ def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monk
     args = ["generate", *SHAPES, "--no-check"]
     status, expected, _ = run(capsys, *args, "--preset", "v32", "--seed", "3", "--verbose")
     assert status == 0 and "preset v32, seed 3 (random weights)" in expected
-    small_presets.build_preset("v32", 3).save_pretrained(tmp_path)
+    save_preset("v32", 3, tmp_path)
     status, out, _ = run(capsys, *args, "--model", str(tmp_path), "--verbose")
     assert status == 0 and f"model      {tmp_path}\n" in out
     assert len(generated(out)) == 2 and all(len(line.split(",")) == 4 for line in generated(out))
@@ -349,7 +358,7 @@ def test_a_saved_preset_generates_the_same(capsys, tmp_path, small_presets, monk
 @pytest.mark.long
 def test_a_folder_is_served_without_torch(tmp_path, small_presets, capsys):
     """torch and transformers cannot be imported."""
-    small_presets.build_preset("v32", 3).save_pretrained(tmp_path)
+    save_preset("v32", 3, tmp_path)
     # The shapes of the run before, whose programs are in the cache.
     args = ["generate", "--model", str(tmp_path), *SHAPES, "--prompt", texts.default_prompt()]
     code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
@@ -431,10 +440,10 @@ def test_a_model_that_transformers_cannot_load_is_said(capsys, small_presets, mo
 
     repeat_without_running(monkeypatch, [])
 
-    def load(check):
+    def load(check, *_):
         raise ValueError("an unknown quantisation")
 
-    monkeypatch.setattr(Check, "load", load)
+    monkeypatch.setattr(Check, "load_arrays", load)
     status, out, err = run(capsys, "generate", "--preset", "v32", "--max-new-tokens", "1")
     assert status == 2 and out.endswith("check      not done: transformers' model could not be loaded\n")
     assert err.endswith("jax-sparse-mla generate: an unknown quantisation\n")

@@ -11,8 +11,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from hf_models import DEVICE, random_tokens, served, small_jax_model, small_model
-from sparse_mla_torch.check.comparison import compare_layers
-from sparse_mla_torch.check.layers import layers_of, selected_indices
+from sparse_mla_torch.check.comparison import compare_layers, run_layers
+from sparse_mla_torch.eager.layers import layers_of, selected_indices
+from sparse_mla_torch.eager.model import Eager
 
 from jax_sparse_mla import ForwardMode
 
@@ -35,23 +36,23 @@ def test_the_oracle_is_what_transformers_runs(name):
         )
         for layer in model.model.layers
     ]
-    with torch.no_grad(), selected_indices() as indices:
+    with torch.no_grad(), selected_indices(model) as indices:
         model(input_ids=torch.tensor([random_tokens(300)], device=DEVICE), use_cache=False)
     for hook in hooks:
         hook.remove()
     jax_model, _ = small_jax_model(name)
-    layers, positions, indices = layers_of(model, jax_model.spec), None, iter(indices)
+    layers, kinds, positions, indices = layers_of(model), jax_model.spec.layers, None, iter(indices)
     assert len(seen) == len(layers) == len(KINDS[name])
-    for layer, (hidden, expected) in zip(layers, seen):
+    for layer, kind, (hidden, expected) in zip(layers, kinds, seen):
         before = positions
         with torch.no_grad():
-            out, positions = layer.eager(hidden, before if layer.shares else None)
+            out, positions = layer.eager(hidden, before if kind.selects == "shared" else None)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
-        if layer.shares:
+        if kind.selects == "shared":
             assert positions is before
-        elif layer.has_indexer:
+        elif kind.selected:
             expected_positions = next(indices)[0].cpu().numpy()
-            causal = (np.arange(300)[:, None] + 1) // max(layer.ratio, 1)
+            causal = (np.arange(300)[:, None] + 1) // max(kind.ratio, 1)
             assert np.array_equal(positions, np.where(expected_positions < causal, expected_positions, -1))
         else:
             assert positions is None
@@ -72,7 +73,7 @@ def test_layers_match_eager(name, bf16):
     engine, requests = served(name, bf16)
     modes = [traced.batch.mode for traced in engine.trace]
     assert modes.count(ForwardMode.EXTEND) >= 6 and modes.count(ForwardMode.DECODE) >= 8
-    reports = compare_layers(engine, small_model(name), requests)
+    reports = compare_layers(engine, run_layers(engine, Eager(small_model(name)), requests))
     assert [report.kind for report in reports] == KINDS[name]
     for report in reports:
         assert report.passes("bf16" if bf16 else "fp8"), report
@@ -100,7 +101,7 @@ def test_the_comparison_notices_a_wrong_parameter(field):
     params = engine.params
     engine.params = jax.tree_util.tree_map_with_path(neutral, params)
     try:
-        reports = compare_layers(engine, small_model("v4"), requests)
+        reports = compare_layers(engine, run_layers(engine, Eager(small_model("v4")), requests))
     finally:
         engine.params = params
     wrong = [report.kind for report in reports if not as_close_as_bf16_is(report)]

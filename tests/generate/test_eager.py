@@ -9,7 +9,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from hf_models import new_engine, random_tokens, small_model
-from sparse_mla_torch.check import comparison, eager
+from sparse_mla_torch.check import comparison
+from sparse_mla_torch.eager import blocks
+from sparse_mla_torch.eager.model import Eager
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from jax_sparse_mla.serving.request import Request
@@ -21,7 +23,7 @@ LENGTH = 70
 @pytest.fixture
 def shapes(monkeypatch):
     """Blocks of 16 rows; the rows and keys of each call of transformers' function."""
-    monkeypatch.setattr(eager, "BLOCK", 16)
+    monkeypatch.setattr(blocks, "BLOCK", 16)
     seen = []
 
     def record(model):
@@ -50,15 +52,15 @@ def test_blocks_give_the_logits_of_the_whole(preset, dtype, shapes):
         whole = model(input_ids=tokens, use_cache=False).logits
         assert all(rows == LENGTH for rows, _ in seen)
         before, seen[:] = list(seen), []
-        with eager.eager_in_blocks():
-            blocks = model(input_ids=tokens, use_cache=False).logits
+        with blocks.eager_in_blocks():
+            in_blocks = model(input_ids=tokens, use_cache=False).logits
     assert len(seen) == len(before) * -(-LENGTH // 16)
     keys = sum(rows * keys for rows, keys in seen) / sum(rows * keys for rows, keys in before)
     assert keys < 0.65  # half of the keys are before a row, and a block has some more
     if preset == "v4":  # layer 0 attends to a window
         assert max(keys for _, keys in seen[: -(-LENGTH // 16)]) < 16 + model.config.sliding_window
     tolerance = 0 if dtype == torch.bfloat16 else 1e-4
-    torch.testing.assert_close(blocks, whole, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(in_blocks, whole, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("heads", [1, "all"])
@@ -72,7 +74,7 @@ def test_a_row_that_sees_nothing_is_left_to_the_whole(heads, shapes):
     if heads == "all":  # one head's row alone
         mask = mask.repeat(1, module.num_heads, 1, 1)
     mask[:, 0, 3] = lowest
-    with eager.eager_in_blocks():
+    with blocks.eager_in_blocks():
         out, _ = ALL_ATTENTION_FUNCTIONS["eager"](module, q, k, v, mask, scaling=0.2)
         assert seen == [(LENGTH, LENGTH)]
         # A mask for all rows at once is not cut.
@@ -83,10 +85,10 @@ def test_a_row_that_sees_nothing_is_left_to_the_whole(heads, shapes):
 
 def test_transformers_is_as_before_when_all_have_left():
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
-    with pytest.raises(KeyboardInterrupt), eager.eager_in_blocks():
-        with eager.eager_in_blocks():
+    with pytest.raises(KeyboardInterrupt), blocks.eager_in_blocks():
+        with blocks.eager_in_blocks():
             pass
-        assert ALL_ATTENTION_FUNCTIONS["eager"] is eager._attend
+        assert ALL_ATTENTION_FUNCTIONS["eager"] is blocks._attend
         raise KeyboardInterrupt
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
 
@@ -99,8 +101,8 @@ def test_the_check_runs_in_blocks(shapes):
     engine = new_engine("v4")
     engine.run([request])
     seen = shapes(model)
-    comparison.count_agreeing_tokens(model, [request])
+    comparison.count_agreeing_tokens(Eager(model), [request])
     by_tokens, seen[:] = list(seen), []
-    comparison.compare_layers(engine, model, [request], [0])
+    comparison.compare_layers(engine, comparison.run_layers(engine, Eager(model), [request], [0]))
     for calls in (by_tokens, seen):
         assert calls and max(rows for rows, _ in calls) == 16

@@ -39,7 +39,7 @@ path, devices = Path(sys.argv[1]), jax.devices()[:1]
 x = jnp.arange(4, dtype=jnp.float32)
 if (step := kept_programs.load(path, devices)) is None:
     lowered = jax.jit(kept_calls.doubled).lower(x)
-    step = kept_programs.save(path, lowered, lowered.compile())
+    step = kept_programs.compile(path, lowered)
     print("compiled")
 np.testing.assert_array_equal(step[0](x), [0, 2, 4, 6])
 """
@@ -90,12 +90,29 @@ def test_what_does_not_load_is_compiled_anew(folder, content):
 
 def test_what_others_can_write_is_not_loaded(folder):
     path, lowered = path_of("a step"), jax.jit(jnp.sin).lower(1.0)
-    kept_programs.save(path, lowered, lowered.compile())
+    kept_programs.compile(path, lowered)
     call, routes = kept_programs.load(path, jax.devices()[:1])
     np.testing.assert_allclose(call(1.0), np.sin(1.0), rtol=1e-6)
     assert routes == frozenset()
     path.chmod(0o666)
     assert kept_programs.load(path, jax.devices()[:1]) is None
+
+
+def test_what_jax_has_loaded_is_not_kept_on_a_cpu(folder, monkeypatch):
+    """It would load, and fail where it is called: "Function … not found"."""
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    try:
+        path, kept = path_of("a step"), []
+        for _ in range(2):
+            lowered = jax.jit(lambda x: jnp.sin(x @ x).sum(0) * 2).lower(jnp.ones((9, 9)))
+            call, _ = kept_programs.compile(path, lowered)
+            np.testing.assert_allclose(call(jnp.ones((9, 9))), 18 * np.sin(9), rtol=1e-5)
+            kept.append(path.is_file())
+            path.unlink(missing_ok=True)
+        assert kept == [True, jax.default_backend() != "cpu"]
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
 
 
 def test_all_that_a_program_depends_on_names_it(folder, monkeypatch, tmp_path):
@@ -118,7 +135,7 @@ def test_nothing_is_kept_without_a_folder_or_a_name(folder):
     jax.config.update("jax_compilation_cache_dir", "")
     assert path_of("a step") is None
     lowered = jax.jit(jnp.sin).lower(1.0)
-    assert kept_programs.save(None, lowered, lowered.compile())[0](0.0) == 0
+    assert kept_programs.compile(None, lowered)[0](0.0) == 0
 
 
 def test_an_engine_serves_by_kept_programs_as_by_its_own(folder, monkeypatch):

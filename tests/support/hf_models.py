@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from serving_steps import named_arrays
-from sparse_mla_torch.check.presets import in_bfloat16
+from sparse_mla_torch.eager.model import in_bfloat16
 from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
 from transformers.models.glm5_next import Glm5NextConfig, Glm5NextForConditionalGeneration

@@ -86,14 +86,12 @@ def test_nothing_changes_where_torch_has_kernels(monkeypatch):
 def test_transformers_runs_within_it(without_kernels, monkeypatch):
     pytest.importorskip("transformers")
     from hf_models import random_tokens, small_model
-    from sparse_mla_torch.check.comparison import count_agreeing_tokens
-
-    from jax_sparse_mla.serving.request import Request
+    from sparse_mla_torch.eager.model import Eager
 
     seen, wide = [], products._wide
     monkeypatch.setattr(products, "_wide", lambda x: seen.append(x) or wide(x))
-    model, request = small_model("v32"), Request(random_tokens(9, 0), 2, output=[1, 2])
+    model = small_model("v32")
     if next(model.parameters()).device.type != "cpu":
         pytest.skip("products on a GPU are torch's own")
-    count_agreeing_tokens(model, [request])
+    Eager(model).agreeing(9, [*random_tokens(9, 0), 1, 2])
     assert seen

@@ -1,7 +1,7 @@
 """The check of `jax-sparse-mla generate`: a run of the JAX engine compared with transformers' model.
 
-The command finds `Check` by the entry point `transformers` of the group `jax_sparse_mla.check`. Importing the package
-imports neither torch nor transformers, which takes seconds.
+The command finds `Check` by the entry point `transformers` of the group `jax_sparse_mla.check`. torch and transformers
+are imported by a process of their own (`process.py`), not here.
 
 Raises:
   ImportError: torch or transformers is missing, or transformers is older than these models.
@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from jax_sparse_mla.cli.setup import CheckResult
+import jax
+import numpy as np
+
+from jax_sparse_mla.cli.checks import CheckResult
 from jax_sparse_mla.packages import version
+from jax_sparse_mla.serving.checkpoint import canonical_name
+from sparse_mla_torch.check.process import Process
 
 OLDEST_TRANSFORMERS = (5, 23)  # as the extra `hf` asks for
 
@@ -33,37 +39,41 @@ if _installed and tuple(map(int, re.findall(r"\d+", _installed)[:2])) < OLDEST_T
 class Check:
     """Compares runs of an engine with transformers' model of the same weights.
 
-    They are those of a checkpoint's folder or, if that is None, a preset's from a seed.
+    Its process begins to import transformers at once, and ends by `close`.
+
+    Args:
+      eager: what runs transformers instead of a process, for tests.
     """
 
-    def __init__(self, checkpoint: str | None, preset: str, seed: int):
-        self._checkpoint, self._preset, self._seed = checkpoint, preset, seed
-        self._model: Any = None
+    def __init__(self, eager: Any = None):
+        self._eager = eager or Process()
 
-    def load(self) -> None:
-        """Loads transformers' model; raises OSError or ValueError for a checkpoint that transformers cannot load.
+    def load_checkpoint(self, folder: str) -> None:
+        """Loads transformers' model; raises OSError or ValueError for a checkpoint that transformers cannot load."""
+        self._eager.load(folder)
 
-        A checkpoint's stays on the CPU: the JAX model may leave no room for it on the GPU.
-        """
-        from sparse_mla_torch.check import presets
+    def load_arrays(self, model: Any, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Builds transformers' model from a config and the arrays of which `model` is made; on the GPU if JAX runs
+        there and torch has it too."""
+        names = {name: canonical_name(name, model.config) for name in self._eager.build(dict(config))}
+        float32 = {name: arrays[stored].astype(np.float32) for name, stored in names.items() if stored is not None}
+        self._eager.fill(float32, jax.default_backend() == "gpu")
 
-        if self._checkpoint is not None:
-            self._model = presets.load_checkpoint(self._checkpoint)
-        else:
-            self._model = presets.build_preset(self._preset, self._seed)
+    def close(self) -> None:
+        self._eager.close()
 
     def compare(self, engine: Any, requests: list[Any]) -> CheckResult:
         """Compares the latest run of a `jax_sparse_mla.serving.engine.Engine`, which it has traced.
 
-        It passes where every layer is as close as its bounds ask for.
+        It passes where every layer is as close as its bounds ask for. Raises ChildProcessError if the process has died.
         """
-        from sparse_mla_torch.check import comparison
+        from sparse_mla_torch.check import comparison  # after the engine's start, which needs none of it
 
         cache = "bf16" if engine.options.bf16_cache else "fp8"
-        agreeing = None
+        runs, agreeing = comparison.run_layers(engine, self._eager, requests), None
         if not any(request.sampling.temperature for request in requests):
-            agreeing = comparison.TRANSFORMERS.submit(comparison.count_agreeing_tokens, self._model, requests)
-        reports = comparison.compare_layers(engine, self._model, requests)
+            agreeing = comparison.TRANSFORMERS.submit(comparison.count_agreeing_tokens, self._eager, requests)
+        reports = comparison.compare_layers(engine, runs)
         table = [
             "check      against transformers' eager attention on the same inputs and entries: "
             f"cosine ≥ {comparison.MIN_COSINE[cache]}, of a row ≥ {comparison.MIN_ROW_COSINE[cache]}; "
