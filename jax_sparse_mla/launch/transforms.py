@@ -50,7 +50,7 @@ class KernelCall:
         kernel = call._launched()
         if self.replaceable or cut:  # a call that the partitioner cuts has no batching rule
             whole = dataclasses.replace(call, rule=None)._launched()
-            kernel = _batched_as(kernel, whole if self.batches or not self.replaceable else call.plain)
+            kernel = batched_as(kernel, whole if self.batches or not self.replaceable else call.plain)
         return jax.lax.platform_dependent(*args, cuda=kernel, default=call.plain) if self.replaceable else kernel(*args)
 
     def _launched(self) -> Callable[..., Any]:
@@ -87,12 +87,12 @@ def shared(function: Callable[..., Any], rule: sharding.PartitionRule) -> Callab
         if not sharding.may_be_partitioned(args):
             return function(*args)
         cut = functools.partial(sharding.partitioned, function, rule)
-        return differentiated_as(_batched_as(cut, function), function)(*args)
+        return differentiated_as(batched_as(cut, function), function)(*args)
 
     return either
 
 
-def _batched_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+def batched_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
     """The function, and under `vmap` the other."""
     guarded = jax.custom_batching.custom_vmap(function)
 

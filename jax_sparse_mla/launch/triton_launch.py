@@ -84,18 +84,31 @@ def call(
     result = {i: n for n, i in enumerate(i for i, x in enumerate(outputs) if x is not None)}
     compiled = kernel, _items(types), _items(constants), _items(options), capability
     _begin(compiled)
-    written = iter(
-        _launch_p.bind(
-            *operands,
-            kernel=compiled,
-            grid=(*launch.grid, 1, 1)[:3],
-            parameters=tuple(parameters),
-            zeroed=tuple(len(operands) + result[i] for i in zeroed),
-            aliases=tuple((operand[source], result[i]) for i, source in aliases.items()),
-            results=tuple(results),
-        )
-    )
+    zeroed = tuple(len(operands) + result[i] for i in zeroed)
+    aliases = tuple((operand[source], result[i]) for i, source in aliases.items())
+    written = iter(launch_compiled(compiled, (*launch.grid, 1, 1)[:3], parameters, operands, results, zeroed, aliases))
     return tuple(None if x is None else next(written) for x in outputs)
+
+
+def launch_compiled(
+    kernel: Compiled | tuple,
+    grid: tuple[int, int, int],
+    parameters: Sequence[int],
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    zeroed: tuple[int, ...] = (),
+    aliases: tuple[tuple[int, int], ...] = (),
+) -> Sequence[jax.Array]:
+    """The results of a kernel that is compiled, or of one of Triton's that lowering has `compile_kernel` compile.
+
+    Args:
+      parameters: for each of the kernel's the number of a buffer, operands before results, and 0; or −1 and the 8 bytes
+        of a number.
+      zeroed: numbers of buffers that are set to zero first.
+      aliases: an operand and the result that has its buffer.
+    """
+    numbers = {"parameters": tuple(parameters), "zeroed": zeroed, "aliases": aliases}
+    return _launch_p.bind(*operands, kernel=kernel, grid=grid, results=tuple(results), **numbers)
 
 
 _launch_p = jex.core.Primitive("triton_launch")
@@ -109,7 +122,7 @@ def _abstract(*operands: Any, results: tuple, **params: Any) -> list[jax.core.Sh
 
 
 def _lower(ctx: Any, *operands: Any, kernel: tuple, grid, parameters, zeroed, aliases, results) -> Sequence[Any]:
-    compiled = compile_kernel(*kernel)
+    compiled = kernel if isinstance(kernel, Compiled) else compile_kernel(*kernel)
     launch = (*grid, compiled.threads, compiled.shared_bytes), parameters, zeroed
     target = tvm.target(compiled.name, (compiled.digest, *launch), _bind, compiled, *launch)
     return jax.ffi.ffi_lowering(target.name, operand_output_aliases=dict(aliases))(ctx, *operands, key=target.key)

@@ -119,7 +119,8 @@ class Engine:
                     f"{name} must be 0 for {model.spec.name}, got {value}: its linear attention carries a state for "
                     "each request that cannot go back to an earlier token"
                 )
-        begin_to_load()
+        gathers = prefill_backend(model.spec, options) == GATHERED
+        begin_to_load(model.spec if gathers else None)
         self.model, self.options = model, options
         self.spec: ModelSpec = model.spec
         if options.batch_invariant and self.spec.kind().pool > 1:

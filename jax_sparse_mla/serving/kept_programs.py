@@ -20,6 +20,7 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from jax_sparse_mla.attention.serve import calls_of
 from jax_sparse_mla.launch import tvm
 from jax_sparse_mla.launch.compile_cache import open_to_others
 from jax_sparse_mla.packages import version
-from jax_sparse_mla.serving.native import usable
+from jax_sparse_mla.serving.native import building, expected, usable
 
 _PACKAGE = Path(__file__).parents[1]
 _SETTINGS = re.compile("JAX_SPARSE_MLA|XLA_|TRITON_|NVIDIA_TF32")  # environment variables
@@ -56,12 +57,14 @@ def path_of(made_from: Sequence[Any], devices: Sequence[jax.Device]) -> Path | N
             machine += [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")][:1]
     settings = {k: getattr(jax.config, k, value) for k, value in jax.config.values.items() if not _NO_PART.search(k)}
     variables = sorted(item for item in os.environ.items() if _SETTINGS.match(item[0]))
-    whole = parts, machine, _sources(), _versions(), usable(), sorted(settings.items()), variables
+    whole = parts, machine, _sources(), _versions(), expected(), sorted(settings.items()), variables
     return Path(folder) / f"step-{hashlib.sha256(repr(whole).encode()).hexdigest()[:32]}"
 
 
 def load(path: Path | None, devices: Sequence[jax.Device]) -> Step | None:
     """The program that `compile` kept, or None."""
+    if (saving := _saving.get(path)) is not None:
+        saving.result()
     if path is None or not path.is_file() or open_to_others(path.lstat()):
         return None
     try:
@@ -76,7 +79,8 @@ def load(path: Path | None, devices: Sequence[jax.Device]) -> Step | None:
 
 
 def compile(path: Path | None, lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) -> Step:
-    """Compiles a program, and keeps it where that can be done."""
+    """Compiles a program, and keeps it where that can be done: in a thread where kernels of other programs are being
+    built, for which this one does not wait."""
     hits = _of_thread.__dict__.get("hits", 0)
     compiled = lowered.compile(options)
     step = compiled, calls_of(lowered)
@@ -84,16 +88,25 @@ def compile(path: Path | None, lowered: jax.stages.Lowered, options: dict[str, A
     # What a CPU's XLA has loaded, as from JAX's cache, it serialises without its functions.
     if path is None or (was_loaded and jax.default_backend() == "cpu"):
         return step
+    if building():
+        _saving[path] = _savers.submit(_save, path, lowered, step)
+    else:
+        _save(path, lowered, step)
+    return step
+
+
+def _save(path: Path, lowered: jax.stages.Lowered, step: Step) -> None:
+    if usable() != expected():  # it may call other kernels than its name says
+        return
     # A program with constants of its own cannot be kept, nor one that calls what another process cannot name.
     with contextlib.suppress(OSError, NotImplementedError, ValueError, pickle.PicklingError, AttributeError, TypeError):
-        executable, *trees = serialize_executable.serialize(compiled)
+        executable, *trees = serialize_executable.serialize(step[0])
         text = lowered.as_text()
         whole = pickle.dumps((executable, trees, step[1], tvm.bound_in(text), "mosaic_gpu" in text))
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(zlib.compress(whole, 1))
         os.replace(file.name, path)
-    return step
 
 
 def _count_hits(event: str, **_: Any) -> None:
@@ -101,6 +114,8 @@ def _count_hits(event: str, **_: Any) -> None:
         _of_thread.hits = _of_thread.__dict__.get("hits", 0) + 1
 
 
+_savers = ThreadPoolExecutor(1, "keep")
+_saving: dict[Path, Future[None]] = {}
 _of_thread = threading.local()  # `hits`: programs that JAX's cache has given it
 jax.monitoring.register_event_listener(_count_hits)
 

@@ -342,7 +342,11 @@ fault("sharding-sum", "devices that hold parts of a sum do not add them",
       why="the quick tests cut no result that is a sum")
 fault = of("jax_sparse_mla/serving/kept_programs.py", "tests/serving/test_kept_programs.py")
 fault("kept-calls", "a kept program's calls are not made again", "        tvm.restore(bound)\n", "")
-fault("kept-usable", "a kept program ignores which kernels can be loaded", "_versions(), usable(),", "_versions(),")
+fault("kept-usable", "a kept program ignores which kernels can be loaded", "_versions(), expected(),", "_versions(),")
+fault("kept-failed", "a program is kept under the name of kernels that could not be built",
+      "    if usable() != expected():", "    if False:")
+fault("kept-loaded", "a CPU's program that JAX's cache gave is kept",
+      "path is None or (was_loaded and", "path is None or (False and")
 fault("kept-settings", "a kept program ignores JAX's settings", "sorted(settings.items()), ", "")
 fault("kept-variables", "a kept program ignores the environment", "items()), variables", "items())")
 fault("kept-owner", "a kept program that others can write is loaded", " or open_to_others(path.lstat())", "")

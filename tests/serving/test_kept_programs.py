@@ -14,7 +14,7 @@ import pytest
 from toy_model import ToyModel
 
 from jax_sparse_mla import ForwardMode
-from jax_sparse_mla.serving import engine, kept_programs
+from jax_sparse_mla.serving import engine, kept_programs, native
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
@@ -123,11 +123,29 @@ def test_all_that_a_program_depends_on_names_it(folder, monkeypatch, tmp_path):
         with monkeypatch.context() as patch:
             patch.setenv(name, "another")
             names.append(path_of("a step"))
-    for name in ("_sources", "_versions", "usable"):  # what stands in files, is installed, and can be loaded
+    for name in ("_sources", "_versions", "expected"):  # what stands in files, is installed, and can be loaded
         with monkeypatch.context() as patch:
             patch.setattr(kept_programs, name, lambda: "another")
             names.append(path_of("a step"))
     assert len(set(names)) == len(names) == 8 and path_of("a step") == names[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_program_does_not_wait_for_what_is_built_for_others(folder, monkeypatch, fails):
+    """It is kept when all is there, as its name tells what was to come; not where that failed."""
+    go_on = threading.Event()
+    part = native._Part(None, lambda: go_on.wait(60) and (None if fails else "a module"), by_tvm=False)
+    monkeypatch.setattr(native, "_parts", lambda: [part])
+    monkeypatch.setattr(native, "_threads", [])
+    monkeypatch.setattr(native.compile_cache, "available", lambda library: True)
+    native.begin_to_load()
+    path, lowered = path_of("a step"), jax.jit(jnp.cos).lower(1.0)
+    assert native.expected() == [True] and native.building()
+    kept_programs.compile(path, lowered)
+    assert not path.is_file()
+    go_on.set()
+    step = kept_programs.load(path, jax.devices()[:1])
+    assert native.usable() == [not fails] and (step is None) == fails and path.is_file() != fails
 
 
 def test_nothing_is_kept_without_a_folder_or_a_name(folder):

@@ -2,10 +2,10 @@
 
 Decode is CUDA C++ (`kernels_cuda/sparse_decode/`), called through TVM FFI: XLA gives the kernel results and scratch,
 and may record it in a command buffer. Prefill is Pallas Mosaic GPU (`attention/hopper/prefill/`,
-docs/internals/kernels-prefill.md): one kernel for few heads, one for any number. JAX compiles it with the program,
-which so needs no torch, lowers on a machine without a GPU, exports through `jax.export` (the call is on its list of
-stable ones), and shards under `shard_map`. Launches are planned from static shapes; lengths and indices are data, so
-one compilation serves a bucket.
+docs/internals/kernels-prefill.md): one kernel for few heads, one for any number. A serving engine's programs call the
+one that is compiled ahead (`alone.py`). Elsewhere JAX compiles it with the program, which so needs no torch, lowers on
+a machine without a GPU, exports through `jax.export` (the call is on its list of stable ones), and shards under
+`shard_map`. Launches are planned from static shapes; lengths and indices are data, so one compilation serves a bucket.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import jax.numpy as jnp
 
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.hopper.decode_plan import NO_CACHE, cache_numbers, decode_format, decode_plan
+from jax_sparse_mla.attention.hopper.prefill import alone
 from jax_sparse_mla.attention.index_table import V_DIM
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.launch import build, tvm
+from jax_sparse_mla.launch.transforms import batched_as
 from jax_sparse_mla.launch.tvm import Buffer, pages_of
 
 _DECODE = build.Binary(*BACKENDS["hopper"].binaries["decode"])
@@ -70,13 +72,25 @@ def _pages(cache: PagedKV | None) -> tuple[int, ...]:
     return cache_numbers(cache.layout, cache.num_slots, cache.page_size, cache.data.shape[1])
 
 
-@partial(jax.jit, static_argnames=("softmax_scale", "batch_invariant"))
 def prefill(q, kv, indices, topk_length, attn_sink, *, softmax_scale, batch_invariant=False):
     """As `reference.prefill`; out is bfloat16."""
     del batch_invariant  # a row's result never depends on the others
+    kernel, arrays = alone.kernel_for_xla(*q.shape[1:]), (q, kv, indices, topk_length, attn_sink)
+    return _prefill(*arrays, softmax_scale=softmax_scale, kernel=kernel)
+
+
+@partial(jax.jit, static_argnames=("softmax_scale", "kernel"))
+def _prefill(*arrays, softmax_scale, kernel):
+    """By a kernel that is compiled, or, also under `vmap`, by one that XLA compiles."""
+    sizes = {"softmax_scale": softmax_scale, "sm_count": DeviceInfo.current().sm_count or _H200_SM_COUNT}
+    if kernel is not None:
+        return batched_as(partial(alone.launch, kernel, **sizes), partial(_by_xla, **sizes))(*arrays)
+    return _by_xla(*arrays, **sizes)
+
+
+def _by_xla(*arrays, **sizes):
     from jax_sparse_mla.attention.hopper.prefill.few_heads.kernel import serves, sparse_prefill_few_heads
     from jax_sparse_mla.attention.hopper.prefill.kernel import sparse_prefill
 
-    sm_count = DeviceInfo.current().sm_count or _H200_SM_COUNT
-    attend = sparse_prefill_few_heads if serves(*q.shape[1:]) else sparse_prefill
-    return attend(q, kv, indices, topk_length, attn_sink, softmax_scale=softmax_scale, sm_count=sm_count)
+    attend = sparse_prefill_few_heads if serves(*arrays[0].shape[1:]) else sparse_prefill
+    return attend(*arrays, **sizes)

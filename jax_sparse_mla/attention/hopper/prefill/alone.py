@@ -1,13 +1,20 @@
-"""The prefill kernels for launches without XLA: seven of them serve every call. Imports no Pallas."""
+"""The prefill kernels, compiled once for all calls: seven of them serve every call. Imports no Pallas.
+
+torch launches them without XLA. XLA's programs have them where the process has begun to load them, as a serving engine
+does (`serving/native.py`): they are compiled beside nvcc, once on a machine, or carried by a wheel, where XLA would
+compile one for each shape in each program, one after the other.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import struct
 from pathlib import Path
 
 from jax_sparse_mla.launch import compile_cache, mosaic
+from jax_sparse_mla.packages import once, warn_once
 
 # By name: the heads that a kernel has room for (None: any number), and values of a key.
 KERNELS = {
@@ -19,6 +26,7 @@ KERNELS = {
     "16x576": (16, 576),
     "any-x576": (None, 576),
 }
+_begun: set[str] = set()  # those that XLA's programs have
 _NOMINAL = 1 << 16  # tokens and blocks of a trace. Compilers know the number of blocks: no GPU takes more of them.
 
 
@@ -55,6 +63,58 @@ def unready(phase: str, framework: str) -> str | None:
     if (phase, framework) != ("prefill", "torch") or all(compile_cache.is_carried(each) for each in libraries()):
         return None
     return mosaic.why_not()
+
+
+def begin(heads: int, qk_dim: int) -> None:
+    """XLA's programs have the kernel for so many heads from now on; `loaded` waits for it."""
+    if any(qk_dim == dim for _, dim in KERNELS.values()):
+        _begun.add(name_of(heads, qk_dim))
+
+
+def begun() -> list[str]:
+    return sorted(_begun)
+
+
+@once
+def loaded(name: str) -> mosaic.Compiled | None:
+    """A kernel, compiled if need be; None, with a warning why, where it cannot be: XLA compiles it then."""
+    try:
+        return compile_cache.load(library(name), mosaic.read)
+    except RuntimeError as error:
+        warn_once(f"XLA compiles the prefill kernel anew in every program: {error}")
+        return None
+
+
+def kernel_for_xla(heads: int, qk_dim: int) -> mosaic.Compiled | None:
+    """The kernel that a program has by `launch`; None where XLA is to compile it."""
+    from jax_sparse_mla.launch.triton_call import own_launcher
+
+    name = name_of(heads, qk_dim)
+    return loaded(name) if name in _begun and own_launcher() else None
+
+
+def launch(kernel: mosaic.Compiled, q, kv, indices, topk_length, attn_sink, *, softmax_scale: float, sm_count: int):
+    """As `kernel.sparse_prefill`, in the program that is being traced."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_sparse_mla.attention.index_table import V_DIM
+    from jax_sparse_mla.launch import triton_launch
+
+    (tokens, heads, qk_dim), columns, arrays = q.shape, indices.shape[1], (q, kv, indices, topk_length, attn_sink)
+    blocks = min(sm_count, work_items(tokens, heads, qk_dim))
+    integers = tokens, heads, heads, kv.shape[0], columns, columns, blocks
+    numbers = sizes(*integers, softmax_scale=softmax_scale, log2=False, empty_lse=-math.inf)
+    statistic = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
+    results = jax.ShapeDtypeStruct((tokens, heads, V_DIM), jnp.bfloat16), statistic, statistic
+    operands = [x for x in arrays if x is not None]
+    buffers = iter(range(len(operands) + len(results)))
+    given = [(-1, 0) if x is None else (next(buffers), 0) for x in arrays]
+    given += [*((-1, 256 * number) for number in numbers), *((i, 0) for i in buffers)]
+    parameters = [x for i in kernel.parameters for x in given[i]]
+    digest = hashlib.sha256(kernel.image).hexdigest()
+    compiled = triton_launch.Compiled(kernel.image, digest, kernel.name, kernel.threads, kernel.shared_bytes)
+    return triton_launch.launch_compiled(compiled, (blocks, 1, 1), parameters, operands, results)
 
 
 def prefill(name: str):

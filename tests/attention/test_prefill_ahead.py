@@ -1,0 +1,122 @@
+"""The prefill kernel that is compiled ahead, in XLA's programs: who gets it, and how the driver is to launch it."""
+
+import ctypes
+import math
+import struct
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("tvm_ffi")
+
+from attention_calls import pretend_h200
+
+from jax_sparse_mla.attention.backends import hopper
+from jax_sparse_mla.attention.hopper.prefill import alone
+from jax_sparse_mla.launch import compile_cache, mosaic, triton_call, triton_launch
+from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
+from jax_sparse_mla.serving import native
+
+SOURCE = Path(__file__).parents[1] / "support" / "host_cuda" / "driver.c"
+# The arrays of each parameter, as Mosaic orders them: the first one's buffer is what the test's driver writes to.
+ORDER = (15, 2, *range(5, 15), 3, 4, 16, 17, 0, 1)
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Kernels that are taken for compiled, and how often each was asked for."""
+    kernel, asked = mosaic.Compiled(b"\x7fELF code", "kernel", 384, 218_112, ORDER), []
+    monkeypatch.setattr(alone, "_begun", set())
+    monkeypatch.setattr(alone, "loaded", lambda name: asked.append(name) or kernel)
+    monkeypatch.setattr(triton_call, "own_launcher", lambda: True)
+    return asked
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory):
+    path = tmp_path_factory.mktemp("driver") / "libdriver.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", SOURCE, "-o", path], check=True)
+    return ctypes.CDLL(str(path))
+
+
+def arguments(tokens=40, heads=16, keys=9, columns=24, lengths=True):
+    ones = jnp.ones((tokens, heads, 512), jnp.bfloat16), jnp.ones((keys, 512), jnp.bfloat16)
+    indices, counts = jnp.full((tokens, columns), 77, jnp.int32), jnp.ones(tokens, jnp.int32) if lengths else None
+    return *ones, indices, counts, None
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("lengths", [True, False])
+def test_a_launch_as_the_driver_gets_it(driver, begun, monkeypatch, lengths):
+    monkeypatch.setattr(triton_launch, "DRIVER", driver._name)
+    parameters = ctypes.c_int.in_dll(driver, "parameters")
+    parameters.value = len(ORDER) - 1
+    alone.begin(16, 512)
+    out, max_logits, lse = hopper.prefill(*arguments(lengths=lengths), softmax_scale=0.5)
+    assert (out.shape, out.dtype) == ((40, 16, 512), jnp.bfloat16) and max_logits.shape == lse.shape == (40, 16)
+    report = np.asarray(out).view(np.int64).ravel()
+    assert report[:5].tolist() == [40, 1, 1, 384, 218_112]  # fewer tokens than the GPU has multiprocessors
+    indices, *numbers = report[5 : 5 + parameters.value].tolist()
+    assert ctypes.c_int32.from_address(indices).value == 77
+    bits = [struct.unpack("<I", struct.pack("<f", x))[0] for x in (0.5 * math.log2(math.e), math.log(2), -math.inf)]
+    assert numbers[:10] == [256 * x for x in (40, 16, 16, 9, 24, 24, 40, *bits)]
+    length, sink, *addresses = numbers[10:]
+    assert bool(length) == lengths and sink == 0 and len({*addresses, indices, 0}) == 6
+
+
+def text_of(function, *shapes) -> str:
+    return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_only_what_an_engine_has_begun_is_compiled_ahead(begun):
+    """The name of its call means something to this process alone: others export XLA's own."""
+    q, kv, indices, *_ = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments())
+
+    def attend(q):
+        return hopper.prefill(q, jnp.zeros(kv.shape, kv.dtype), jnp.zeros(indices.shape, jnp.int32), None, None,
+                              softmax_scale=0.5)  # fmt: skip
+
+    before = text_of(attend, q)
+    assert "mosaic_gpu" in before and "jax_sparse_mla.kernel" not in before and not begun
+    alone.begin(64, 512)
+    assert text_of(attend, q) == before and not begun, "another kernel's heads"
+    alone.begin(16, 512)
+    text = text_of(lambda q: attend(q), q)
+    assert "jax_sparse_mla.kernel" in text and "mosaic_gpu" not in text and begun == ["16x512"]
+    batched = text_of(jax.vmap(attend), jax.ShapeDtypeStruct((2, *q.shape), q.dtype))
+    assert "mosaic_gpu" in batched and "jax_sparse_mla.kernel" not in batched, "XLA's own has a batching rule"
+
+
+class NeverRuns:
+    def __init__(self, target, daemon):
+        self.start = lambda: None
+
+
+@pytest.mark.parametrize("why", [None, "it takes jax 0.11.1 or later"])
+def test_an_engine_begins_it_where_it_can_be_compiled(begun, monkeypatch, why):
+    pretend_h200(monkeypatch, "hopper")
+    monkeypatch.setattr(alone, "unready", lambda *_: why)
+    monkeypatch.setattr(native.threading, "Thread", NeverRuns)
+    monkeypatch.setattr(native, "_threads", [])
+    native.begin_to_load()
+    assert alone.begun() == []
+    native.begin_to_load(DEEPSEEK_V4_FLASH)
+    assert alone.begun() == ([] if why else ["any-x512"])
+    assert [part.library.name for part in native._parts() if part.library.compiler == "mosaic"] == (
+        [] if why else ["prefill-any-x512"]
+    )
+
+
+def test_one_that_cannot_be_compiled_is_xla_s_and_said(monkeypatch):
+    def load(library, opener):
+        raise RuntimeError("no ptxas")
+
+    monkeypatch.setattr(compile_cache, "load", load)
+    alone.loaded.cache_clear()
+    with pytest.warns(UserWarning, match="XLA compiles the prefill kernel anew in every program: no ptxas"):
+        assert alone.loaded("8x512") is None
+    alone.loaded.cache_clear()
