@@ -13,6 +13,7 @@ from jax_sparse_mla.serving.params import (
     LayerWeights,
     ModelParams,
     NormParams,
+    Packed,
     stack_layers,
 )
 from jax_sparse_mla.serving.tensors import Tensors
@@ -29,7 +30,6 @@ def read_params(config: Config, tensors: Tensors, draft_layer: bool) -> ModelPar
         unembedding=None if config.tied else tensors("lm_head.weight", size),
         head=_read_head(config, tensors, "norm.weight"),
         layers=[layer.weights for layer in layers],
-        norms=stack_layers([layer.norms for layer in layers]),
         attention={
             pool: stack_layers([layer.attention for layer, its_pool in zip(layers, config.pools) if its_pool == pool])
             for pool in set(config.pools)
@@ -90,16 +90,18 @@ def _read_layer(config: Config, i: int, tensors: Tensors) -> LayerParams:
         attn_fn, ffn_fn = of_both("fn", (2 + n) * n, n * hidden)
         base, scale = jnp.stack(of_both("base", (2 + n) * n)), jnp.stack(of_both("scale", 3))
     has_bias = mlp_kind == "moe"
+    norms = NormParams(
+        attn_norm=_read_norm(config, tensors, "input_layernorm.weight"),
+        ffn_norm=_read_norm(config, tensors, "post_attention_layernorm.weight"),
+        router_bias=mlp.float32("gate.e_score_correction_bias", experts) if has_bias else jnp.zeros(experts),
+        latent=latent,
+        base=base,
+        scale=scale,
+    )
     return LayerParams(
         kind=kind,
-        weights=LayerWeights(attention=attention, mlp=mlp_weights, attn_fn=attn_fn, ffn_fn=ffn_fn),
-        norms=NormParams(
-            attn_norm=_read_norm(config, tensors, "input_layernorm.weight"),
-            ffn_norm=_read_norm(config, tensors, "post_attention_layernorm.weight"),
-            router_bias=mlp.float32("gate.e_score_correction_bias", experts) if has_bias else jnp.zeros(experts),
-            latent=latent,
-            base=base,
-            scale=scale,
+        weights=LayerWeights(
+            attention=attention, mlp=mlp_weights, norms=Packed.of(norms), attn_fn=attn_fn, ffn_fn=ffn_fn
         ),
         attention=attention_params,
     )

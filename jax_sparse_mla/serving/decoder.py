@@ -102,7 +102,6 @@ def layer_params(
     parameters = LayerParams(
         kind=config.layer_kind(like)[0],
         weights=params.layers.at(run, j, number) if looped else params.layers[like],
-        norms=layer_of(params.norms, like + number * run.period),
         attention=layer_of(params.attention.get(pools[like]), in_pool),
     )
     return parameters, in_pool

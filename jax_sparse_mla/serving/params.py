@@ -1,13 +1,16 @@
 """A model's parameters.
 
-Weights that read the same rows are joined, so that a layer's input is multiplied once. Small parameters of all layers
-share arrays, since each array costs the host some microseconds a step. Large weights are arrays of their own: XLA would
-copy a layer's part of a stacked one before it multiplies.
+Weights that read the same rows are joined, so that a layer's input is multiplied once. Small parameters of a layer
+share an array, since each array costs the host some microseconds a step. They do not share one with other layers: the
+place of a layer in an array would be a constant of XLA's kernels, which would be compiled for each layer again.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -35,7 +38,7 @@ class LatentNorms:
 
 @pytree_dataclass
 class NormParams:
-    """A layer's small parameters; in `ModelParams` with a leading dimension, the layers."""
+    """A layer's small parameters."""
 
     attn_norm: jax.Array  # `[hidden]`, of the RMSNorm before attention: float32 for V4, else in the model's dtype
     ffn_norm: jax.Array  # before the MLP, likewise
@@ -47,12 +50,42 @@ class NormParams:
 
 
 @pytree_dataclass
+class Packed:
+    """Small arrays in one of each dtype, one behind the other."""
+
+    form: Any = static()  # the arrays' pytree
+    shapes: tuple[tuple[Any, tuple[int, ...]], ...] = static()  # dtype and shape of each
+    packed: list[jax.Array]  # one-dimensional, by dtype in the order of their first arrays
+
+    @classmethod
+    def of(cls, tree: Any) -> Packed:
+        """The arrays of a pytree."""
+        arrays, form = jax.tree.flatten(tree)
+        dtypes = dict.fromkeys(x.dtype for x in arrays)
+        return cls(
+            form=form,
+            shapes=tuple((x.dtype, x.shape) for x in arrays),
+            packed=[jnp.concatenate([x.ravel() for x in arrays if x.dtype == dtype]) for dtype in dtypes],
+        )
+
+    def tree(self) -> Any:
+        """The pytree."""
+        packed, begins, arrays = {x.dtype: x for x in self.packed}, collections.Counter(), []
+        for dtype, shape in self.shapes:
+            begin, begins[dtype] = begins[dtype], begins[dtype] + math.prod(shape)
+            arrays.append(packed[dtype][begin : begins[dtype]].reshape(shape))
+        return jax.tree.unflatten(self.form, arrays)
+
+
+@pytree_dataclass
 class LayerWeights:
-    """A layer's large weights, `[out, in]`: those of its attention and of its MLP, which is wide or has experts;
-    float32 attn_fn and ffn_fn of the hyper-connections before the two (`collapse_streams`), None without them."""
+    """A layer's weights, `[out, in]`: those of its attention and of its MLP, which is wide or has experts; its
+    `NormParams`; float32 attn_fn and ffn_fn of the hyper-connections before the two (`collapse_streams`), None without
+    them."""
 
     attention: Any
     mlp: MoEParams | DenseParams
+    norms: Packed
     attn_fn: jax.Array | None = None
     ffn_fn: jax.Array | None = None
 
@@ -63,8 +96,12 @@ class LayerParams:
 
     kind: Hashable = static()  # of its attention, see `layer_kind` of the config
     weights: LayerWeights
-    norms: NormParams
     attention: Any = None  # further small ones of attention: V4's `V4LayerParams`, GLM-5.3's `LatentNorms`, `KDAParams`
+
+    @functools.cached_property
+    def norms(self) -> NormParams:
+        """The layer's small parameters."""
+        return self.weights.norms.tree()
 
 
 @pytree_dataclass
@@ -158,7 +195,6 @@ class ModelParams:
     unembedding: jax.Array | None  # `[vocab, hidden]`; None: the logits' weights are the embedding
     head: HeadParams
     layers: list[LayerWeights] | LoopedLayers
-    norms: NormParams  # of all layers, stacked
     attention: dict[Hashable, Any]  # `LayerParams.attention`, stacked by `Config.pools`
     draft: DraftParams | None = None
 
