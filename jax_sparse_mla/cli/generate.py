@@ -119,8 +119,8 @@ def _run(args: argparse.Namespace, ending: contextlib.ExitStack) -> int:
     check = None
     if args.mesh is None and not args.no_check:
         try:
-            check = begin_check()  # of all the first: its imports take seconds
-        except ImportError as error:
+            check = begin_check()  # first of all: its imports take seconds
+        except (ImportError, OSError) as error:
             return _refused(args, error)
         ending.callback(check.close)
     from jax_sparse_mla.cli.setup import check_requests, new_setup
