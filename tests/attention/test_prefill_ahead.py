@@ -1,6 +1,7 @@
 """The prefill kernel that is compiled ahead, in XLA's programs: who gets it, and how the driver is to launch it."""
 
 import ctypes
+import functools
 import math
 import struct
 import subprocess
@@ -15,6 +16,7 @@ pytest.importorskip("tvm_ffi")
 
 from attention_calls import pretend_h200
 
+import jax_sparse_mla as mla
 from jax_sparse_mla.attention.backends import hopper
 from jax_sparse_mla.attention.hopper.prefill import alone
 from jax_sparse_mla.launch import compile_cache, mosaic, triton_call, triton_launch
@@ -56,7 +58,8 @@ def test_a_launch_as_the_driver_gets_it(driver, begun, monkeypatch, lengths):
     parameters = ctypes.c_int.in_dll(driver, "parameters")
     parameters.value = len(ORDER) - 1
     alone.begin(16, 512)
-    out, max_logits, lse = hopper.prefill(*arguments(lengths=lengths), softmax_scale=0.5)
+    arrays = arguments(lengths=lengths)  # the test reads the memory of the indices
+    out, max_logits, lse = hopper.prefill(*arrays, softmax_scale=0.5)
     assert (out.shape, out.dtype) == ((40, 16, 512), jnp.bfloat16) and max_logits.shape == lse.shape == (40, 16)
     report = np.asarray(out).view(np.int64).ravel()
     assert report[:5].tolist() == [40, 1, 1, 384, 218_112]  # fewer tokens than the GPU has multiprocessors
@@ -89,6 +92,16 @@ def test_only_what_an_engine_has_begun_is_compiled_ahead(begun):
     assert "jax_sparse_mla.kernel" in text and "mosaic_gpu" not in text and begun == ["16x512"]
     batched = text_of(jax.vmap(attend), jax.ShapeDtypeStruct((2, *q.shape), q.dtype))
     assert "mosaic_gpu" in batched and "jax_sparse_mla.kernel" not in batched, "XLA's own has a batching rule"
+
+
+def test_the_public_call_has_it(begun, monkeypatch):
+    """What it gives stands in the place of the plain code's results."""
+    pretend_h200(monkeypatch, "hopper")
+    alone.begin(16, 512)
+    q, kv, indices, *_ = arguments()
+    attend = functools.partial(mla.sparse_mla_prefill, softmax_scale=0.5)
+    text = text_of(attend, q, kv, indices)
+    assert "jax_sparse_mla.kernel" in text and begun == ["16x512"]
 
 
 class NeverRuns:
