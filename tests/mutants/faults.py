@@ -223,6 +223,8 @@ fault("triton-attention-sink", "Triton attention: the sink is scaled by ln 2",
 fault = of("jax_sparse_mla/attention/triton/backward.py", "tests/attention/test_gradient.py")
 fault("triton-gradient-offset", "Triton gradient: the softmax's own term has the wrong sign",
       "dp * head_factor[:, None] - head_offset[:, None]", "dp * head_factor[:, None] + head_offset[:, None]")
+fault = of("interop/sparse_mla_torch/attention/gradient.py", "tests/torch_face/test_torch_gradient.py")
+fault("torch-gradient-columns", "the CUDA kernel's columns of dkv stay in its own order", ".transpose(1, 2))", ")")
 fault = of("jax_sparse_mla/attention/triton/sanitise.py", "tests/attention/test_flashmla_sanitise.py",
            "tests/torch_face/test_flash_mla_drop_in.py")
 fault("triton-sanitise", "Triton sanitiser: the slot past the last one stays",
