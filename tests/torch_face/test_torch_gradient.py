@@ -143,7 +143,10 @@ def test_a_compiled_graph_differentiates(name, device):
     torch._dynamo.reset()
     compiled = torch.compile(OPS.sparse_mla_prefill, fullgraph=True, backend="aot_eager")
     for x, y in zip(differentiated(CASES[name], device, compiled), differentiated(CASES[name], device), strict=True):
-        np.testing.assert_array_equal(x, y) if device == "cpu" or x is None else np.testing.assert_allclose(x, y, 0.02)
+        if device == "cpu" or x is None:
+            np.testing.assert_array_equal(x, y)
+        else:  # its sums come in any order
+            np.testing.assert_allclose(x, y, rtol=0.02, atol=0.01 * np.abs(x).max())
 
 
 def arrays_of(case, device: str = DEVICE) -> gradient.Arrays:

@@ -86,7 +86,8 @@ def key_scales(q: Tensor, kv: Tensor, g_out: Tensor, offset: Tensor, softmax_sca
     most = 2.0 * rows * heads * (abs(softmax_scale) * (longest * value + furthest) * query + largest)
     _, exponent = torch.frexp(most)
     exponent = torch.where(torch.isfinite(most), exponent, gradient.LARGEST_EXPONENT)
-    scales = torch.ldexp(torch.ones_like(most), (gradient.FIXED_POINT_BITS - exponent).clamp(-126, 126))
+    exponent = (gradient.FIXED_POINT_BITS - exponent).clamp(-126, 126).int()
+    scales = ((exponent + 127) << 23).view(torch.float32)  # a power on a GPU is not exact
     return torch.where(torch.isfinite(longest + largest + furthest + query), scales, torch.nan)
 
 

@@ -209,8 +209,9 @@ def statistics_kernel(
     if attn_sink is not None:
         sink = tl.load(attn_sink + item % num_heads, mask=exists, other=0.0)
         share = tl.where(empty, 0.0, 1.0 / (1.0 + tl.exp(sink - item_lse)))
-        taken = tl.where(empty, 0.0, 1.0 / (1.0 + tl.exp(item_lse - sink)))  # 1 − share, without its rounding
-        tl.store(of_sink + item, -taken * delta, mask=exists)
+        taken = 1.0 / (1.0 + tl.exp(item_lse - sink))  # 1 − share, without its rounding
+        none = empty | (tl.abs(sink) == float("inf"))
+        tl.store(of_sink + item, tl.where(none, 0.0, -taken * delta), mask=exists)
     own = tl.load(grad_lse + item, mask=exists, other=0.0)
     tl.store(factor + item, share, mask=exists)
     tl.store(offset + item, share * delta - tl.where(empty, 0.0, own), mask=exists)
