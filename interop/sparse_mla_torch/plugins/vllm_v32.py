@@ -6,15 +6,13 @@ Imported by vLLM, where the backend was chosen.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.flashmla_sparse import (
     FlashMLASparseBackend,
     FlashMLASparseImpl,
-    FlashMLASparseMetadata,
     FlashMLASparseMetadataBuilder,
 )
 
@@ -23,6 +21,10 @@ from jax_sparse_mla.metadata import select_prefill_backend
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention.prefill import is_hopper_s
 from sparse_mla_torch.plugins import calls, short_prefill
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadata
 
 calls.log_under("vllm")
 
