@@ -268,14 +268,22 @@ def measure_fp8(case: Case, timers: Sequence[Timer], copy: float) -> dict:
         row["not_measured"] = {"flash_mla": str(reason)}
     calls["ours"] = problem.by_flash_mla(drop_in, case.heads, problem.caches)
     errors = {name: problem.error(call()[0]) for name, call in calls.items()}
-    runs = [Run(call, "torch") for call in calls.values()]
-    flushed = {timer.flush: [round(us, 1) for us in timer.in_turn(runs)] for timer in timers}
-    worst = min(flushed, key=lambda way: flushed[way][0] / flushed[way][-1])
-    times = dict(zip(calls, flushed[worst]))
+    times, worst, flushed = in_the_worst_way(timers, calls)
     row |= {f"{name}_us": us for name, us in times.items()}
     if "peer" in times:
         row |= {"ratio": round(times["peer"] / times["ours"], 2), "peer_error": errors["peer"]}
     return row | {"flush": worst, "flushed": flushed, "error": errors["ours"]}
+
+
+def in_the_worst_way(
+    timers: Sequence[Timer], calls: dict[str, Callable]
+) -> tuple[dict[str, float], str, dict[str, list[float]]]:
+    """Microseconds by name with the L2 emptied in the way in which the last call does worst beside the first; the way;
+    and the times of each."""
+    runs = [Run(call, "torch") for call in calls.values()]
+    flushed = {timer.flush: [round(us, 1) for us in timer.in_turn(runs)] for timer in timers}
+    worst = min(flushed, key=lambda way: flushed[way][0] / flushed[way][-1])
+    return dict(zip(calls, flushed[worst])), worst, flushed
 
 
 def measure_bf16(case: Case, timers: Sequence[Timer], copy: float) -> dict:

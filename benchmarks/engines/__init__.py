@@ -16,6 +16,8 @@ indexer or the engine's graph runner itself. Rows have:
     *_us             one call of the layer's attention by CUPTI, L2 flushed: `eager`, and `graph`, replayed from a CUDA
                      graph where the engine has one; busy_us leaves out what an eager call waits for the host, and
                      host_us is what it takes the host
+    worst            the way of emptying the L2 in which ours does worst, and both sides' microseconds with it, from a
+                     graph or, eager, those in which the GPU works
     graph_error      the replayed output against the eager one
 
 SGLang's rows that begin with "graph:" follow its graph runner: metadata before and inside of the capture, another
@@ -98,10 +100,18 @@ class Captured:
             self._graph.replay()
 
 
-def timed(call: Callable[[], torch.Tensor], output: torch.Tensor, timer: Callable, in_graph: bool) -> dict:
+def timers() -> list:
+    """One for each way of emptying the L2; the first one's times are the rows'."""
+    from benchmarks.harness import FLUSHES, Timer
+
+    return [Timer(flush=flush) for flush in FLUSHES]
+
+
+def timed(call: Callable[[], torch.Tensor], output: torch.Tensor, timers: list, in_graph: bool) -> dict:
     """A layer's call, whose output is known: its times, and from a graph its kernels and its error too."""
     from benchmarks.harness import Run, host_time
 
+    timer, *others = timers
     result = {"eager_us": timer(Run(call, "torch"))}  # with what the GPU waits for the host
     result["busy_us"] = timer.busy[0]
     result["host_us"] = host_time(Run(call, "torch"), HOST_CALLS)
@@ -112,6 +122,10 @@ def timed(call: Callable[[], torch.Tensor], output: torch.Tensor, timer: Callabl
         result["graph_error"] = difference(graph.output, output)
         result["graph_us"] = timer(Run(graph.replay, "torch"))
         result["kernels"] = [operation.name for operation in timer.operations]
+    result["flushed"] = {timer.flush: result["graph_us" if in_graph else "busy_us"]}
+    for other in others:
+        us = other(Run(graph.replay if in_graph else call, "torch"))
+        result["flushed"][other.flush] = us if in_graph else other.busy[0]
     return result
 
 
@@ -161,6 +175,10 @@ def _row(name: str, theirs: dict, ours: dict) -> dict:
         values = {side: result[key] for side, result in (("theirs", theirs), ("ours", ours)) if key in result}
         if values:
             row[key] = {side: float(f"{value:.4g}") for side, value in values.items()}
+    if "flushed" in theirs and "flushed" in ours:
+        us = {way: {"theirs": theirs["flushed"][way], "ours": ours["flushed"][way]} for way in ours["flushed"]}
+        way = max(us, key=lambda way: us[way]["ours"] / us[way]["theirs"])
+        row["worst"] = {"flush": way} | {side: float(f"{value:.4g}") for side, value in us[way].items()}
     if "output" in theirs and "output" in ours:
         row["apart"] = float(f"{difference(ours['output'], theirs['output']):.4g}")
     for why in ("skipped", "failed"):
@@ -194,6 +212,12 @@ def problem(row: dict, most: float) -> str | None:
     return None if len(row.get("error", {})) == 2 else "a side has no error"
 
 
+def slower(result: list[dict]) -> list[str]:
+    """The rows in which ours served and took more than the engine's by 2%, by the worst way of emptying the L2."""
+    taken = [row for row in result if "worst" in row and any(name.endswith(" ours") for name in row["served"])]
+    return [row["case"] for row in taken if row["worst"]["ours"] > 1.02 * row["worst"]["theirs"]]
+
+
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("engine", choices=("sglang", "vllm"))
@@ -212,7 +236,8 @@ def main() -> int:
     result = rows(outcome["theirs"]["results"], outcome["ours"]["results"])
     print(table(result))
     if not args.no_gpu:
-        write(f"engines_{args.engine}", result, said=outcome["ours"]["said"])
+        write(f"engines_{args.engine}", result, said=outcome["ours"]["said"], slower=slower(result))
+        print(*(f"slower with ours: {case}" for case in slower(result)), sep="\n")
     most = engine(args.engine).most_error
     bad = [f"{side}: exit status {status}" for side in SIDES if (status := outcome[side]["exit_status"])]
     problems = ((row, row.get("failed") if args.no_gpu else problem(row, most(row["case"]))) for row in result)

@@ -20,17 +20,17 @@ from typing import Any
 import sglang_cases as kit
 import torch
 
-from benchmarks.engines import Captured, difference, lines_of, served, timed
-from benchmarks.harness import Run, Timer
+from benchmarks.engines import Captured, difference, lines_of, served, timed, timers
+from benchmarks.harness import Run
 
 WARM_UP = 2
 
 
 class Recorder:
-    """Runs cases; `timer` is None where there is no GPU."""
+    """Runs cases; there are no timers where there is no GPU."""
 
-    def __init__(self, timer: Callable | None):
-        self.timer, self.found = timer, {}
+    def __init__(self, timers: list):
+        self.timers, self.found = timers, {}
 
     def run(self, case: kit.Case, device: str) -> dict[str, Any]:
         """A case's results: output, error, who served, times; or why it was skipped or failed."""
@@ -72,9 +72,9 @@ class Recorder:
         output = forward(*args, **kwargs)
         if "output" not in self.found:
             self.found |= {"output": output.detach().float().cpu(), "served": served()}
-            if self.timer:
+            if self.timers:
                 call = functools.partial(forward, *args, **kwargs)
-                self.found |= timed(call, output, self.timer, self.found["in_graph"])
+                self.found |= timed(call, output, self.timers, self.found["in_graph"])
         return output
 
     # --- SGLang's graph runner ---------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Recorder:
             for _ in range(WARM_UP):
                 once()
                 backend.on_after_cuda_graph_warmup()
-            graph = Captured(once, self.timer is not None)
+            graph = Captured(once, bool(self.timers))
             self.found["served"] = served()
 
             adapter.restore_state(fixture, state)
@@ -124,8 +124,8 @@ class Recorder:
             runner._init_cuda_graph_replay_metadata(backend_outside, capture_batch_size, replay_batch)
             graph.replay()
             output = graph.output[: case.num_input_tokens].detach().float().cpu()
-            if self.timer:
-                self.found["graph_us"] = self.timer(Run(graph.replay, "torch"))
+            if self.timers:
+                self.found["graph_us"] = self.timers[0](Run(graph.replay, "torch"))
         expected = adapter.expected_output(fixture, replay_case, fresh, state)[: case.num_input_tokens]
         self.found |= {"output": output, "error": difference(output, expected.cpu())}
 
@@ -172,9 +172,9 @@ def main() -> None:
     parser.add_argument("--part", choices=kit.PARTS, action="append", help="some of the cases")
     parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines, untimed")
     arguments = parser.parse_args()
-    gpu, timer, said = not arguments.no_gpu, None, []
+    gpu, on, said = not arguments.no_gpu, [], []
     if gpu:
-        timer, said = Timer(), load_sglang()
+        on, said = timers(), load_sglang()
     else:
         importlib.import_module("sglang_without_gpu")
         importlib.import_module("sparse_mla_torch.plugins.sglang").register()
@@ -183,7 +183,7 @@ def main() -> None:
     modes = importlib.import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode
     if not gpu:
         importlib.import_module("sglang_without_gpu").prepare_kit(v4)
-    recorder, results = Recorder(timer), {}
+    recorder, results = Recorder(on), {}
     kit.enlarge_v4(v4, torch)
     recorder.watch(v4, "build_dsv4_attention_fixture")
     recorder.watch(dsa, "build_dsa_sparse_attention_fixture")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.engines import difference, lines_of, served, timed
-from benchmarks.harness import Timer
+from benchmarks.engines import difference, lines_of, served, timed, timers
 
 RATIOS = (1, 4, 128)
+CHUNK = 4096  # tokens of a prefill with sizes of serving, the second half of a prompt
 SERVED = ((8, 8192), (64, 8192))  # requests, and tokens of each, of the rows with sizes of serving
 
 
@@ -70,7 +71,28 @@ def cases(layers, backend: str, device: torch.device, served: bool) -> Iterator[
                 yield v4(f"served {requests}x{tokens}", ratio, heads, *lens, topk=512, **long)
 
 
-def run(case: Case, timer: Callable | None) -> dict:
+def chunks(layers, backend: str, device: torch.device) -> Iterator[Case]:
+    """Prefill with sizes of serving."""
+    long = {"max_len": 2 * CHUNK}
+    for heads in (16, 64, 128):
+        for fp8 in (True, False):
+            yield Case(
+                f"V3.2, prefill of {CHUNK}, {heads} heads" + ("" if fp8 else ", bf16"),
+                lambda heads=heads, fp8=fp8: layers.V32(heads, backend, device, topk=2048, fp8=fp8, **long),
+                lambda layer: layer.call([CHUNK], [2 * CHUNK]),
+                False,
+            )
+    for heads in (16, 64):
+        for ratio in RATIOS:
+            yield Case(
+                f"V4, ratio {ratio}, prefill of {CHUNK}, {heads} heads",
+                lambda heads=heads: layers.V4(heads, backend, device, topk=512, **long),
+                lambda layer, ratio=ratio: layer.call(ratio, [CHUNK], [2 * CHUNK]),
+                False,
+            )
+
+
+def run(case: Case, on: list) -> dict:
     """Output, error, who served, times; or why it failed."""
     from sparse_mla_torch.plugins import calls
 
@@ -85,8 +107,8 @@ def run(case: Case, timer: Callable | None) -> dict:
             "output": output.detach().float().cpu(),
             "error": difference(output, call.wanted),
         }
-        if timer:
-            result |= timed(call.function, output, timer, case.decode)
+        if on:
+            result |= timed(call.function, output, on, case.decode)
     except Exception as error:  # the other cases still run
         result["failed"] = f"{type(error).__name__}: {error}"[:400]
     return result
@@ -99,20 +121,22 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="cases with this text in their names")
     parser.add_argument("--no-gpu", action="store_true", help="with the stand-ins of tests/engines, untimed")
     arguments = parser.parse_args()
-    timer, device, said = None, torch.device("cpu"), lines_of("vllm")
+    on, device, said = [], torch.device("cpu"), lines_of("vllm")
     if arguments.no_gpu:
         importlib.import_module("vllm_without_gpu")
         importlib.import_module("drive_vllm").stand_in_for_v32s_operators()
     else:
-        timer, device = Timer(), torch.device("cuda", 0)
+        on, device = timers(), torch.device("cuda", 0)
     importlib.import_module("sparse_mla_torch.plugins.vllm").register()
     layers = importlib.import_module("vllm_layers")
     backend, results = layers.OURS if arguments.side == "ours" else layers.THEIRS, {}
-    for case in cases(layers, backend, device, served=timer is not None):
+    layers.MAX_TOKENS = CHUNK if on else layers.MAX_TOKENS
+    of_chunks = chunks(layers, backend, device) if on else ()
+    for case in itertools.chain(cases(layers, backend, device, served=bool(on)), of_chunks):
         if arguments.only and not any(text in case.name for text in arguments.only):
             continue
         start = time.perf_counter()
-        results[case.name] = run(case, timer)
+        results[case.name] = run(case, on)
         shown = {key: value for key, value in results[case.name].items() if key not in ("output", "kernels")}
         print(f"{case.name}: {shown} in {time.perf_counter() - start:.1f} s", flush=True)
         torch.save({"results": results, "said": said}, arguments.results)

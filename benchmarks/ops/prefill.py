@@ -70,8 +70,10 @@ def _prefill(rng: np.random.Generator, shape: Prefill) -> Case:
     arrays = prefill_arrays(rng, shape)
     on_torch = {name: to_torch(x) for name, x in arrays.items()}
     keys = Q_LEN * shape.topk
-    from_torch = {f"torch {name}": _from_torch(name, lambda: _call(drop_in, on_torch)) for name in ("hopper", "triton")}
-    theirs = _flashmla(lambda wheel: _call(wheel, on_torch, heads=64))
+    from_torch = {
+        f"torch {name}": _from_torch(name, lambda: called(drop_in, on_torch)) for name in ("hopper", "triton")
+    }
+    theirs = _flashmla(lambda wheel: called(wheel, on_torch, heads=64))
     return Case(
         ours=_jitted(arrays) | from_torch,
         peers={"flash_mla": theirs},
@@ -117,7 +119,7 @@ def _difference(ours: Run, theirs: Run) -> float:
     return share
 
 
-def _call(package, arrays: dict, heads: int = 1) -> Callable:
+def called(package, arrays: dict, heads: int = 1) -> Callable:
     """A call of FlashMLA or of the drop-in, which has its functions; padded to a multiple of `heads`."""
     q, sink = arrays["q"], arrays["attn_sink"]
     if more := -q.shape[-2] % heads:

@@ -2,8 +2,8 @@
 
 Each is the function of its name in `jax_sparse_mla`, with its conventions (lse −inf on a row without a key), and has a
 fake implementation, so graphs that contain it are traced without a device. `write_kv` and `split_pages` declare the
-argument that they write. None has a gradient. CUDA tensors go to the kernels, on the current stream; CPU tensors to the
-JAX functions.
+argument that they write. `sparse_mla_prefill` differentiates, the others do not. CUDA tensors go to the kernels, on the
+current stream; CPU tensors to the JAX functions.
 
 Caches have FlashMLA's shape, uint8, int8 or float8_e4m3fn `[pages, page_size, 1, bytes_per_token]`. The last size
 selects the layout (656: V3.2, 584: V4; 1152 and 1024 in bfloat16), or `kv_layout` names it, such as "V41_FP8": 528 and
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 import jax_sparse_mla
+from jax_sparse_mla import attention
 from jax_sparse_mla.attention.index_table import V_DIM
 from jax_sparse_mla.indices.merge import merged_width
 from jax_sparse_mla.kv_cache import PagedKV
-from sparse_mla_torch.attention import decode, pages, prefill
+from sparse_mla_torch.attention import decode, gradient, pages, prefill
 from sparse_mla_torch.attention.call_cache import Schedule
 from sparse_mla_torch.bridge import call
 from sparse_mla_torch.operations.checks import TensorChecks
@@ -98,13 +99,87 @@ def sparse_mla_prefill(
     topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None,
     empty_lse_is_inf: bool = False,
+    deterministic_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`jax_sparse_mla.sparse_mla_prefill`: kv `[kv_len, qk_dim]`, indices `[q_len, topk]`."""
+    """`jax_sparse_mla.sparse_mla_prefill`: kv `[kv_len, qk_dim]`, indices `[q_len, topk]`.
+
+    `torch.autograd` differentiates out and lse in q, kv and attn_sink, once; max_logits are statistics. With
+    `deterministic_gradient`, or under `torch.use_deterministic_algorithms`, the gradient in kv repeats to the bit.
+    """
     empty_lse = math.inf if empty_lse_is_inf else -math.inf
     options = prefill.Options("sparse_mla_prefill", softmax_scale, empty_lse, keeps_memory=False)
     tensors = (q, kv.unsqueeze(1), indices.unsqueeze(1), topk_length, attn_sink)
     with torch.cuda.device_of(q):
         return prefill.prepare(options, *tensors).run(*tensors, None)
+
+
+def _fake_gradients(q, kv, indices, topk_length, attn_sink, *args, **kwargs):
+    return torch.empty_like(q), torch.empty_like(kv), _float32(q, (0,) if attn_sink is None else attn_sink.shape)
+
+
+@_operator(_fake_gradients)
+def _sparse_mla_prefill_backward(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    g_out: Tensor,
+    g_lse: Tensor,
+    softmax_scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, kv and the sink (empty without one); an operator, so that a compiled graph has it whole."""
+    with torch.cuda.device_of(q):
+        arrays = gradient.Arrays(q, kv, indices, topk_length, attn_sink, out, lse, g_out, g_lse)
+        dq, dkv, dsink = gradient.gradients(arrays, softmax_scale, deterministic)
+    return dq, dkv, q.new_empty(0, dtype=torch.float32) if dsink is None else dsink
+
+
+def _save(ctx, inputs, output) -> None:
+    q, kv, indices, ctx.softmax_scale, topk_length, attn_sink, _, ctx.deterministic = inputs
+    out, max_logits, lse = output
+    ctx.has_sink = attn_sink is not None
+    ctx.mark_non_differentiable(max_logits)
+    ctx.save_for_backward(q, kv, indices, topk_length, attn_sink, out, lse)
+
+
+def _pull(ctx, g_out: Tensor, _, g_lse: Tensor) -> tuple:
+    deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
+    saved = *ctx.saved_tensors, g_out, g_lse
+    dq, dkv, dsink = _sparse_mla_prefill_backward(*saved, ctx.softmax_scale, deterministic)
+    return dq, dkv, None, None, None, dsink if ctx.has_sink else None, None, None
+
+
+sparse_mla_prefill.register_autograd(_pull, setup_context=_save)
+
+
+@_operator(lambda q, kv, indices, *args, **kwargs: _float32(q, indices.shape))
+def sparse_mla_prefill_probabilities(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    topk_length: Tensor | None = None,
+) -> Tensor:
+    """`jax_sparse_mla.attention.sparse_mla_prefill_probabilities`, the teacher of an indexer; it has no gradient."""
+    tensors = (None if x is None else x.detach().contiguous() for x in (q, kv, indices, lse, topk_length))
+    q, kv, indices, lse, topk_length = tensors
+    options = {"softmax_scale": softmax_scale, "topk_length": topk_length}
+    if not q.is_cuda:
+        return call(attention.sparse_mla_prefill_probabilities, q, kv, indices, lse, **options).clone()
+    with torch.cuda.device_of(q):
+        from sparse_mla_torch.operations import probabilities
+
+        return probabilities.sparse_mla_prefill_probabilities(q, kv, indices, lse, **options)
+
+
+sparse_mla_prefill_probabilities.register_autograd(
+    lambda ctx, grad: (None,) * 6, setup_context=lambda ctx, inputs, output: ctx.mark_non_differentiable(output)
+)
 
 
 @_operator(lambda *args, **kwargs: None, mutates=("k_cache",))

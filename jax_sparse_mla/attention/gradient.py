@@ -33,8 +33,8 @@ from jax_sparse_mla.launch.triton_call import executor
 from jax_sparse_mla.packages import why_not
 
 # Sums of integers of 64 bits: at a key's scale none is larger than 2^62.
-_FIXED_POINT_BITS = 62
-_LARGEST_EXPONENT = 128  # of float32
+FIXED_POINT_BITS = 62
+LARGEST_EXPONENT = 128  # of float32
 
 
 def differentiable(
@@ -95,15 +95,16 @@ def _rule(arrays: Arrays) -> sharding.PartitionRule:
 
 
 def by_reference(arrays: Arrays, *, softmax_scale: float) -> tuple:
-    """dq, dkv and dsink (None without a sink)."""
+    """dq, dkv and dsink (None without a sink). dkv is summed in float32, as a kernel does it."""
 
     def attend(q, kv, attn_sink):
         indices, lengths = arrays.indices, arrays.topk_length
         out, _, lse = reference.prefill(q, kv, indices, lengths, attn_sink, softmax_scale=softmax_scale)
         return out, lse
 
-    _, pull = jax.vjp(attend, arrays.q, arrays.kv, arrays.attn_sink)
-    return pull((arrays.g_out, arrays.g_lse))
+    _, pull = jax.vjp(attend, arrays.q, arrays.kv.astype(jnp.float32), arrays.attn_sink)
+    dq, dkv, dsink = pull((arrays.g_out, arrays.g_lse))
+    return dq, dkv.astype(arrays.kv.dtype), dsink
 
 
 def by_kernel(arrays: Arrays, *, softmax_scale: float, deterministic: bool, tile: Any = None) -> tuple:
@@ -159,8 +160,8 @@ def key_scales(q: jax.Array, kv: jax.Array, g_out: jax.Array, offset: jax.Array,
     of_scores = abs(softmax_scale) * (longest * value + furthest)
     most = 2.0 * rows * heads * (of_scores * query + largest)
     _, exponent = jnp.frexp(most)
-    exponent = jnp.where(jnp.isfinite(most), exponent, _LARGEST_EXPONENT)
-    scales = jnp.ldexp(jnp.ones_like(most), jnp.clip(_FIXED_POINT_BITS - exponent, -126, 126))
+    exponent = jnp.where(jnp.isfinite(most), exponent, LARGEST_EXPONENT)
+    scales = jnp.ldexp(jnp.ones_like(most), jnp.clip(FIXED_POINT_BITS - exponent, -126, 126))
     return jnp.where(jnp.isfinite(longest + largest + furthest + query), scales, jnp.nan)
 
 

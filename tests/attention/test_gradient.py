@@ -173,7 +173,7 @@ def test_it_compiles_within_the_shared_memory(capabilities, tmp_path):
     """Compiled, not run."""
     for fact in compiled_facts("gradient", tmp_path, capabilities):
         assert fact["shared"] <= SHARED_MEMORY[fact["capability"]], fact
-        assert fact["wgmma"] == (fact["capability"] == 90), fact
+        assert fact["wgmma"] == (fact["capability"] == 90 and "statistics" not in fact["kernel"]), fact
         assert fact["wide_additions"] == ("float32" in fact["kernel"]), fact
 
 

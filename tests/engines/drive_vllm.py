@@ -4,7 +4,7 @@
 Triton kernels in Triton's interpreter). Our kernels' place takes the reference, as always on a CPU; what is tested is
 what vLLM hands over and takes back. Where vLLM calls a compiled operator of its own, torch does the same here.
 
-    python tests/engines/drive_vllm.py choice|v32|bf16|v4|left
+    python tests/engines/drive_vllm.py choice|v32|bf16|v4|left|chunks
 """
 
 from __future__ import annotations
@@ -159,6 +159,33 @@ def bf16() -> None:
         run(f"mixed, {heads} heads", layer.call([1, 1, 150], [70, 200, 150]))
 
 
+def chunks() -> None:
+    """Chunks of prefill as where our SM90 kernel prefills; here the reference does. And which heads are prepared."""
+    from sparse_mla_torch.plugins import calls, vllm_v32
+
+    warmed = []
+    calls.warm_up = lambda *shape: warmed.append(shape)
+    stand_in_for_v32s_operators()
+    for able in (False, True):
+        vllm_v32.is_hopper_s = lambda device, able=able: able
+        layer = V32(16, OURS, CPU)
+        for rows, keys in ((300, 300), (200, 200)):
+            call = layer.call([1, 1, rows], [70, 200, keys])
+            run(f"{rows} of {keys} tokens, {'ours' if able else 'vLLM'} prefills", call)
+    layer = V32(16, OURS, CPU, max_len=1 << 20)
+    metadata = Facts(num_decode_tokens=0, num_decodes=0)
+    batch = Facts(num_actual_tokens=300, seq_lens_cpu_upper_bound=torch.tensor([512 * 300]))
+    report("few rows of many tokens", gathered=vllm_v32._is_worth_a_gather(batch, metadata))
+
+    def gathering(impl, *args) -> None:
+        impl.pcp_dcp_kv_gather, impl.dcp_world_size, impl.pcp_world_size = True, 8, 2
+
+    vllm_v32.FlashMLASparseImpl.__init__ = gathering
+    vllm_config._current_vllm_config.parallel_config.tensor_parallel_size = 4
+    vllm_v32.JaxSparseMLAImpl(16, 576)
+    report("heads", warmed=warmed)
+
+
 def v32() -> None:
     stand_in_for_v32s_operators()
     for heads in (16, 64):
@@ -217,4 +244,4 @@ def left() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     load_general_plugins()
-    {"choice": choice, "v32": v32, "bf16": bf16, "v4": v4, "left": left}[sys.argv[1]]()
+    {"choice": choice, "v32": v32, "bf16": bf16, "v4": v4, "left": left, "chunks": chunks}[sys.argv[1]]()

@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
-SERVED = ((8, 8192), (64, 8192))  # requests, and tokens of each, of the rows with sizes of serving
+SERVED = ((8, 8192), (64, 8192))  # requests, and tokens of each, of the decode rows with sizes of serving
+CHUNK = 2048  # tokens of such a prefill, the second half of a prompt
 METHODS = "sglang.test.kits.attention_unittest.attention_methods"
 V4_KIT, DSA_KIT = f"{METHODS}.dsv4_attention", f"{METHODS}.dsa_attention"
 GRAPHS = "sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner"
@@ -137,7 +138,8 @@ def served_v4_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:
 
 
 def served_dsa_cases(kit: ModuleType) -> Iterator[Case]:
-    """Decode steps of V3.2's sizes, with all heads and with those of one rank of eight, from FP8 and bfloat16 rows."""
+    """Decode steps and a prefill of V3.2's sizes, with all heads and with those of one rank of eight, from FP8 and
+    bfloat16 rows."""
     own = next(case for case in kit.make_dsa_sparse_cases("dsa") if case.forward_mode.is_decode())
     options = {"index_topk": V32_TOPK, "index_pattern": "strided"}
     for kernel, fp8 in (("flashmla_kv", True), ("flashmla_sparse", False)):
@@ -146,6 +148,12 @@ def served_dsa_cases(kit: ModuleType) -> Iterator[Case]:
             name = f"served {batch}x{context}, {heads} heads, {kernel}, {'fp8' if fp8 else 'bf16'}"
             case = dataclasses.replace(own, name=name, num_heads=heads, prefix_lens=(context - 1,) * batch)
             yield Case(name, kit.run_dsa_sparse_attention_case, case, how)
+    own = next(case for case in kit.make_dsa_sparse_cases("dsa") if not case.forward_mode.is_decode())
+    for fp8, heads in itertools.product((True, False), (128, 16)):
+        how = options | {"dsa_prefill_backend": "flashmla_sparse", "fp8_kv_cache": fp8}
+        name = f"served prefill of {CHUNK}, {heads} heads, flashmla_sparse, {'fp8' if fp8 else 'bf16'}"
+        case = dataclasses.replace(own, name=name, num_heads=heads, prefix_lens=(CHUNK,), extend_lens=(CHUNK,))
+        yield Case(name, kit.run_dsa_sparse_attention_case, case, how)
 
 
 def enlarge_v4(kit: ModuleType, torch: ModuleType) -> None:

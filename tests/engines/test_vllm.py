@@ -52,6 +52,18 @@ def test_v32(batch, heads):
     assert found["error"] < BF16
 
 
+@pytest.mark.parametrize("able", ["ours", "vLLM"])
+@pytest.mark.parametrize("rows", [300, 200])
+def test_a_chunk_of_few_heads_is_gathered(rows, able):
+    """Where ours prefills, and there are rows enough."""
+    found = cases("chunks")[f"{rows} of {rows} tokens, {able} prefills"]
+    served = {f"{DECODE} ours": 1} | ({f"{PREFILL} ours": 1} if (rows, able) == (300, "ours") else {})
+    assert found["served"] == served and found["shape"] == [rows + 2, 16, 512]
+    assert found["error"] < BF16
+    assert cases("chunks")["few rows of many tokens"] == {"gathered": False}
+    assert cases("chunks")["heads"]["warmed"] == [[16, 576]] * 3 + [[64, 576]]  # the last gathers heads
+
+
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("batch", ["decode", "mixed"])
 def test_v32_from_bfloat16_rows(batch, heads):

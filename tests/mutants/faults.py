@@ -223,6 +223,9 @@ fault("triton-attention-sink", "Triton attention: the sink is scaled by ln 2",
 fault = of("jax_sparse_mla/attention/triton/backward.py", "tests/attention/test_gradient.py")
 fault("triton-gradient-offset", "Triton gradient: the softmax's own term has the wrong sign",
       "dp * head_factor[:, None] - head_offset[:, None]", "dp * head_factor[:, None] + head_offset[:, None]")
+fault = of("interop/sparse_mla_torch/attention/gradient.py", "tests/torch_face/test_torch_gradient.py")
+fault("torch-gradient-columns", "the CUDA kernel's columns of dkv stay in its own order",
+      ".transpose(1, 2))", ".reshape(-1, 2, 4, 2))")
 fault = of("jax_sparse_mla/attention/triton/sanitise.py", "tests/attention/test_flashmla_sanitise.py",
            "tests/torch_face/test_flash_mla_drop_in.py")
 fault("triton-sanitise", "Triton sanitiser: the slot past the last one stays",
@@ -536,7 +539,7 @@ fault = of("interop/sparse_mla_torch/attention/prefill.py", "tests/torch_face/te
 fault("warm-up-in-turn", "kernels are compiled one after the other",
       "ThreadPoolExecutor(len(shapes))", "ThreadPoolExecutor(1)")
 fault("warm-up-override", "kernels are compiled though another backend is named",
-      'or override_of("prefill") not in (None, "hopper")', "")
+      ' and override_of("prefill") in (None, "hopper")', "")
 fault = of("interop/sparse_mla_torch/launch/mosaic.py", "tests/torch_face/test_mosaic_launch.py")
 fault("mosaic-numbers", "a number is passed as another", "(256 * number).to_bytes", "(128 * number).to_bytes")
 fault("mosaic-order", "tensors go to the parameters in the order of the arrays",

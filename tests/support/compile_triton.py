@@ -24,7 +24,7 @@ from jax_sparse_mla.attention.exchange import _words
 from jax_sparse_mla.attention.index_table import TableShape
 from jax_sparse_mla.attention.triton import exchange as context_parallel
 from jax_sparse_mla.attention.triton import merge, sanitise
-from jax_sparse_mla.attention.triton.backward import backward, probabilities
+from jax_sparse_mla.attention.triton.backward import backward, probabilities, statistics
 from jax_sparse_mla.attention.triton.kernel import combine_kernel, sparse_mla_kernel
 from jax_sparse_mla.attention.triton.launch import CallShape, launches
 from jax_sparse_mla.compressor import triton as compressor
@@ -205,6 +205,7 @@ def gradient_cases(capability):
         backward(execute, arrays, softmax_scale=0.1)
         if fixed_point:
             probabilities(execute, q, kv, indices, None, of_heads, softmax_scale=0.1)
+            statistics(execute, Array((heads,)), grad, of_heads, grad, of_heads)
         for name, *case in execute.cases:
             number = "fixed point" if fixed_point else "float32"
             yield f"{name} {qk_dim}" + f" {number}" * (name == "sparse_mla_backward"), *case

@@ -31,7 +31,9 @@ def check_on_host(library: ctypes.CDLL, case: PrefillCase, seed: int = 0) -> Non
     """Compares `gradient.by_kernel`, whose SM90 kernel is the library's, with float64."""
 
     def backward(execute, arrays, *, softmax_scale):
-        return _on_host(library, arrays[:-1], softmax_scale, seed)
+        arrays = (None if x is None else np.asarray(x) for x in arrays[:-1])
+        dq, dkv = launched(library, arrays, softmax_scale, seed)
+        return jnp.asarray(dq), sm90.columns_in_order(jnp.asarray(dkv))
 
     able = mock.patch.object(gradient, "first_able", lambda backends, *_: backends["hopper"])
     with able, mock.patch.object(sm90, "backward", backward):
@@ -40,8 +42,9 @@ def check_on_host(library: ctypes.CDLL, case: PrefillCase, seed: int = 0) -> Non
     check_gradients(case, found)
 
 
-def _on_host(library, arrays, softmax_scale: float, seed: int):
-    q, kv, indices, lengths, grad, *others = (None if x is None else aligned(np.asarray(x)) for x in arrays)
+def launched(library: ctypes.CDLL, arrays, softmax_scale: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """dq and dkv as the kernel leaves them, of numpy's arrays in the order of `GradientArrays`."""
+    q, kv, indices, lengths, grad, *others = (None if x is None else aligned(x) for x in arrays)
     (dq, guard), (dkv, guard_of_keys) = poisoned(q.shape, q.dtype), poisoned(kv.shape, np.float32)
     dkv[...] = 0
     tensors = [q, kv, grad, indices, lengths, *others, dq, dkv]
@@ -51,7 +54,7 @@ def _on_host(library, arrays, softmax_scale: float, seed: int):
     shape = rows, heads, dim, indices.shape[1], len(kv)
     library.sparse_backward_on_host(*shape, scale, addresses, sizes, ctypes.c_uint(seed))
     assert (guard == GUARD).all() and (guard_of_keys == GUARD).all(), "something was written behind the results"
-    return jnp.asarray(dq), sm90.columns_in_order(jnp.asarray(dkv))
+    return dq, dkv
 
 
 def main() -> int:

@@ -264,8 +264,8 @@ class Impl:
 
     softmax_scale = 0.05
 
-    def __init__(self, num_heads, head_size, *args):
-        pass
+    def __init__(self, num_heads, head_size, *args, ranks=1):
+        self.pcp_dcp_kv_gather, self.dcp_world_size, self.pcp_world_size = ranks > 1, 8, 2
 
     def _fp8_flash_mla_kernel(self, q, kv_c_and_k_pe_cache, topk_indices, kernel_metadata):
         assert q.shape[2] == 16  # it pads, in its own way
@@ -277,8 +277,28 @@ class Impl:
         return "theirs"
 
 
+class Builder:
+    """As vLLM's FlashMLASparseMetadataBuilder for few heads: two decodes, then a prefill."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, cache_dtype="fp8_ds_mla", dcp_world_size=1):
+        self.vllm_config = types.SimpleNamespace(cache_config=types.SimpleNamespace(cache_dtype=cache_dtype))
+        self.dcp_world_size = dcp_world_size
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        of_batch = {"num_decodes": 2, "num_decode_tokens": 2, "fp8_extra_metadata": "mixed"}
+        return types.SimpleNamespace(fp8_use_mixed_batch=True, **of_batch)
+
+    def _build_fp8_separate_prefill_decode(self, common_attn_metadata, metadata):
+        return "separate"
+
+
 def test_the_v32_class(vllm, monkeypatch):
     module = {"FlashMLASparseBackend": type("Backend", (), {}), "FlashMLASparseImpl": Impl}
+    module["FlashMLASparseMetadataBuilder"] = Builder
+    parallel = types.SimpleNamespace(parallel_config=types.SimpleNamespace(tensor_parallel_size=4))
+    put(monkeypatch, vllm__config={"get_current_vllm_config": lambda: parallel})
     put(monkeypatch, vllm__v1__attention__backends__mla={})
     put(monkeypatch, vllm__v1__attention__backends__mla__flashmla_sparse=module)
     monkeypatch.delitem(sys.modules, "sparse_mla_torch.plugins.vllm_v32", raising=False)
@@ -288,7 +308,22 @@ def test_the_v32_class(vllm, monkeypatch):
     warmed = []
     monkeypatch.setattr(served.prefill, "warm_up", lambda *shapes: warmed.extend(shapes))
     impl = vllm_v32.JaxSparseMLABackend.get_impl_cls()(16, 576, 0.05)
-    assert warmed == [(16, 576)]
+    vllm_v32.JaxSparseMLABackend.get_impl_cls()(16, 576, ranks=4)
+    assert warmed == [(16, 576), (64, 576)]
+    for able, rows, tokens, options, gathered in (
+        (True, 256, 512 * 256 - 1, {}, True),
+        (True, 255, 255, {}, False),
+        (True, 256, 512 * 256, {}, False),
+        (False, 256, 256, {}, False),
+        (True, 256, 256, {"dcp_world_size": 2}, False),
+        (True, 256, 256, {"cache_dtype": "nvfp4_ds_mla"}, False),
+    ):
+        monkeypatch.setattr(vllm_v32, "is_hopper_s", lambda device, able=able: able)
+        lens = {"num_actual_tokens": rows + 2, "seq_lens_cpu_upper_bound": torch.tensor([9000, 9000, tokens])}
+        batch = types.SimpleNamespace(**lens)
+        made = vllm_v32.JaxSparseMLABackend.get_builder_cls()(**options).build(0, batch)
+        found = made.fp8_use_mixed_batch, made.fp8_extra_metadata
+        assert found == ((False, "separate") if gathered else (True, "mixed"))
     case = per_request(layout="V32_FP8", heads=16, lengths="none")
     arguments = calls.decode_arguments(case)
     impl.softmax_scale = case.softmax_scale

@@ -1,48 +1,93 @@
-"""Calls that FlashMLA's bare kernel does faster than ours: serving engines, which have it, keep them."""
+"""Calls that FlashMLA's bare kernel does faster than ours: serving engines, which have it, keep them.
+
+They follow from one table, `beside_flashmla.json`, which `python -m benchmarks beside_flashmla` measures: for families
+of calls, by heads, rows of `[query rows, FlashMLA's microseconds, ours]`.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import math
+from pathlib import Path
 from typing import NamedTuple
 
 from jax_sparse_mla.attention.backend import BACKENDS, Call
-from jax_sparse_mla.kv_cache.layout import KVLayout
 
-_ANY = 1 << 31  # more than any number of index columns
-
-
-class _Sooner(NamedTuple):
-    """Decode calls that FlashMLA's kernel by itself does sooner than `hopper`. A range has its last number too."""
-
-    layout: KVLayout
-    heads: tuple[int, int]
-    topk: tuple[int, int]  # index columns of both tables together
-    rows: tuple[int, int]
-    share: str  # of our time
-    extra_page_size: tuple[int, int] = (0, _ANY)
-
-    def has(self, call: Call) -> bool:
-        sizes = call.num_heads, call.topk or 0, call.num_q_tokens, call.extra_page_size or 0
-        ranges = self.heads, self.topk, self.rows, self.extra_page_size
-        return call.layout == self.layout and all(low <= size <= high for size, (low, high) in zip(sizes, ranges))
+TABLE = Path(__file__).with_suffix(".json")
+# A call is FlashMLA's if it takes less than this share of our time.
+_SOONER = 0.98
 
 
-# Measured on an H200 (docs/reference/routing.md). V4's calls of 1,152 columns are those of C128 layers, whose
-# compressed entries stand in pages of 2, and of V4-Pro's C4 layers, with pages of 64.
-_PAGES_OF_C128 = (1, 2)
-_FLASHMLA_SOONER = (
-    _Sooner(KVLayout.V32_FP8, (65, 128), (1153, _ANY), (2, 15), "0.9 to 1.0"),
-    _Sooner(KVLayout.V4_FP8, (65, 128), (641, _ANY), (9, 31), "0.95", _PAGES_OF_C128),
-    _Sooner(KVLayout.V4_FP8, (65, 128), (641, _ANY), (34, 127), "0.94", _PAGES_OF_C128),
-    _Sooner(KVLayout.V4_FP8, (65, 128), (0, 128), (17, 127), "0.8 to 0.9"),
-    _Sooner(KVLayout.V4_FP8, (64, 64), (0, 128), (34, 127), "0.98"),
-)
+class Family(NamedTuple):
+    """Measured calls that differ in heads and rows.
+
+    Attributes:
+      phase, layout, columns, extra_page_size: as a `Call` has them; columns of both tables together.
+      ratios: by heads, FlashMLA's time over ours at each number of rows, in ascending order.
+    """
+
+    phase: str
+    layout: str
+    columns: int
+    extra_page_size: int | None
+    ratios: dict[int, tuple[tuple[int, float], ...]]
+
+    def distance(self, call: Call) -> tuple[float, float]:
+        """How far a call's pages and columns are, in powers of two."""
+        pages = math.log2(call.extra_page_size / self.extra_page_size) if self.extra_page_size else 0.0
+        return abs(pages), abs(math.log2(call.topk / self.columns))
+
+    def ratio(self, call: Call) -> float | None:
+        """Interpolated between the rows that were measured; FlashMLA pads heads, so the next larger number speaks."""
+        heads = min((heads for heads in self.ratios if heads >= call.num_heads), default=None)
+        if heads is None:
+            return None
+        measured = self.ratios[heads]
+        rows = min(max(call.num_q_tokens, measured[0][0]), measured[-1][0])
+        after = next(i for i, (count, _) in enumerate(measured) if count >= rows)
+        (low, first), (high, last) = measured[max(after - 1, 0)], measured[after]
+        share = math.log(rows / low) / math.log(high / low) if high > low else 1.0
+        return first ** (1 - share) * last**share
+
+
+@functools.cache
+def families() -> tuple[Family, ...]:
+    """The table's, whose rows that were measured more than once count by the least ratio."""
+    read = []
+    for family in json.loads(TABLE.read_text())["families"]:
+        ratios = {}
+        for heads, times in family["times"].items():
+            of_rows = {}
+            for rows, theirs, ours in times:
+                of_rows[rows] = min(theirs / ours, of_rows.get(rows, math.inf))
+            ratios[int(heads)] = tuple(sorted(of_rows.items()))
+        read.append(Family(*(family[name] for name in Family._fields[:4]), ratios))
+    return tuple(read)
+
+
+def measured_ratio(call: Call) -> float | None:
+    """FlashMLA's time over ours, by the nearest family; None where none has at least half and less than twice the
+    call's columns, or as many heads."""
+    if not call.topk:
+        return None
+    same = [
+        family
+        for family in families()
+        if (family.phase, family.layout) == (call.phase, call.layout.name)
+        and (family.extra_page_size is None) == (call.extra_page_size is None)
+    ]
+    nearest = min(same, key=lambda family: family.distance(call), default=None)
+    if nearest is None or nearest.distance(call)[1] >= 1:
+        return None
+    return nearest.ratio(call)
 
 
 def why_flashmla_alone(call: Call, backend: str) -> str | None:
-    """Why FlashMLA's bare kernel is faster than `backend` for this call, or None. Pure.
+    """Why FlashMLA's bare kernel is faster than `backend` for this call, or None. Pure, but for the table's file.
 
     For a caller that has FlashMLA's functions of its own, as serving engines do: it runs them without our sanitiser and
-    without copies. Measured on an H200 (docs/reference/routing.md).
+    without copies.
     """
     if BACKENDS["flashmla"].cannot(call):
         return None
@@ -50,7 +95,9 @@ def why_flashmla_alone(call: Call, backend: str) -> str | None:
         return "FlashMLA's kernel would serve it, behind our sanitiser"
     if backend != "hopper":
         return f"FlashMLA's {call.phase} takes less time than {backend}'s, but for some calls of few rows"
-    if call.phase == "prefill":
+    ratio = measured_ratio(call)
+    if ratio is None or ratio >= _SOONER:
         return None
-    sooner = next((sooner for sooner in _FLASHMLA_SOONER if sooner.has(call)), None)
-    return sooner and f"FlashMLA's kernel takes {sooner.share} of our time for few rows of {call.num_heads} heads"
+    return (
+        f"FlashMLA's {call.phase} takes {ratio:.2f} of our time for {call.num_q_tokens} rows of {call.num_heads} heads"
+    )

@@ -85,6 +85,12 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     return Prepared(on_contiguous(run, copied), plan, backend.WRITES_INTO and not empty)
 
 
+def is_hopper_s(device: torch.device) -> bool:
+    """Whether our SM90 kernels prefill on a device."""
+    able = "hopper" not in route.unable_for("prefill", route.device_info(device))
+    return able and override_of("prefill") in (None, "hopper")
+
+
 def warm_up(*shapes: tuple[int, int], device: torch.device | None = None) -> None:
     """Compiles and loads what prefill of these shapes launches, so that no later call does.
 
@@ -98,10 +104,10 @@ def warm_up(*shapes: tuple[int, int], device: torch.device | None = None) -> Non
         also as a caller pads them. Without any, all seven kernels.
       device: with its index; the current one by default.
     """
-    if not torch.cuda.is_available() or override_of("prefill") not in (None, "hopper"):
+    if not torch.cuda.is_available():
         return
     index = torch.cuda.current_device() if device is None else torch.device(device).index
-    if "hopper" in route.unable_for("prefill", route.device_info(torch.device("cuda", index))):
+    if not is_hopper_s(torch.device("cuda", index)):
         return
     shapes = shapes or tuple((most or 64, qk_dim) for most, qk_dim in alone.KERNELS.values())
     function = route.backend_module("hopper").prefill_function

@@ -184,6 +184,40 @@ def backward_kernel(
 
 
 @triton.jit
+def statistics_kernel(
+    attn_sink,  # float32 [heads], or None
+    out,  # bf16 [items, 512]: a head of a row is an item
+    lse,  # float32 [items]; infinite, of either sign, where there is no key
+    grad,  # bf16 [items, 512], of out
+    grad_lse,  # float32 [items]
+    items,
+    num_heads,
+    factor,  # float32 [items]
+    offset,  # float32 [items]
+    of_sink,  # float32 [items], of the sink's gradient; None without a sink
+    BLOCK: tl.constexpr,
+):
+    """What `statistics` of `attention/gradient.py` has, of BLOCK items."""
+    item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = item < items
+    value = item[:, None] * V_DIM + tl.arange(0, V_DIM)[None, :]
+    values = tl.load(out + value, mask=exists[:, None], other=0.0).to(tl.float32)
+    delta = tl.sum(values * tl.load(grad + value, mask=exists[:, None], other=0.0).to(tl.float32), 1)
+    item_lse = tl.load(lse + item, mask=exists, other=float("inf"))
+    empty = tl.abs(item_lse) == float("inf")
+    share = tl.where(empty, 0.0, 1.0)
+    if attn_sink is not None:
+        sink = tl.load(attn_sink + item % num_heads, mask=exists, other=0.0)
+        share = tl.where(empty, 0.0, 1.0 / (1.0 + tl.exp(sink - item_lse)))
+        taken = 1.0 / (1.0 + tl.exp(item_lse - sink))  # 1 − share, without its rounding
+        none = empty | (tl.abs(sink) == float("inf"))
+        tl.store(of_sink + item, tl.where(none, 0.0, -taken * delta), mask=exists)
+    own = tl.load(grad_lse + item, mask=exists, other=0.0)
+    tl.store(factor + item, share, mask=exists)
+    tl.store(offset + item, share * delta - tl.where(empty, 0.0, own), mask=exists)
+
+
+@triton.jit
 def probabilities_kernel(
     q,  # bf16 [rows, heads, QK_DIM]
     kv,  # bf16 [num_keys, QK_DIM]
@@ -247,6 +281,21 @@ def backward(
     scalars = float(softmax_scale), heads, arrays.indices.shape[1], num_keys
     grid = (rows * -(-heads // tile.block_h),)
     return execute(Launch(backward_kernel, "sparse_mla_backward", grid, scalars, outputs, constants), arrays)
+
+
+def statistics(execute: Executor, attn_sink: Any | None, out: Any, lse: Any, grad: Any, grad_lse: Any) -> tuple:
+    """factor, offset, and of each row what it adds to the sink's gradient, or None: float32 `[rows, heads]`.
+
+    In XLA's programs `attention/gradient.py` has the same as a fusion; torch would write every product to memory.
+    """
+    rows, heads, _ = out.shape
+    shape, block = Output((rows, heads), "float32"), 8
+    outputs, grid = (shape, shape, None if attn_sink is None else shape), (-(-rows * heads // block),)
+    launch = Launch(
+        *(statistics_kernel, "sparse_mla_statistics", grid, (rows * heads, heads), outputs),
+        {"BLOCK": block, "num_warps": 4},
+    )
+    return execute(launch, (attn_sink, out, lse, grad, grad_lse))
 
 
 def probabilities(
