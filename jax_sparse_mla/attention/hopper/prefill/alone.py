@@ -114,7 +114,7 @@ def launch(kernel: mosaic.Compiled, q, kv, indices, topk_length, attn_sink, *, s
     parameters = [x for i in kernel.parameters for x in given[i]]
     digest = hashlib.sha256(kernel.image).hexdigest()
     compiled = triton_launch.Compiled(kernel.image, digest, kernel.name, kernel.threads, kernel.shared_bytes)
-    return triton_launch.launch_compiled(compiled, (blocks, 1, 1), parameters, operands, results)
+    return tuple(triton_launch.launch_compiled(compiled, (blocks, 1, 1), parameters, operands, results))
 
 
 def prefill(name: str):
