@@ -99,7 +99,9 @@ def unset() -> None:
     names = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
     wrapped = [name for name in names if hasattr(getattr(flash_mla_interface, name), "__wrapped__")]
     from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
+    from sglang.srt.runtime_context import get_context
 
+    get_context().override_server_args(device="cpu").install()
     try:
         refused = f"chosen: {pools.select_dsv4_kv_layout()}"
     except AssertionError as reason:

@@ -62,11 +62,12 @@ def _choose_v4(model: ModuleType) -> None:
         if getattr(vllm_config.attention_config.backend, "name", None) != NAME:
             return chosen
         try:
-            from sparse_mla_torch.plugins import vllm_v4, vllm_v41
+            from sparse_mla_torch.plugins.vllm_v4 import attention_class
+            from sparse_mla_torch.plugins.vllm_v41 import use_records
 
-            ours = vllm_v4.attention_class(chosen)
+            ours = attention_class(chosen)
             if model.__name__ == V41_MODEL and ours is not chosen:
-                vllm_v41.use_records(vllm_config)
+                use_records(vllm_config)
             return ours
         except Exception as error:
             log.warning("jax-sparse-mla leaves %s to vLLM: %s: %s", chosen.__name__, type(error).__name__, error)
