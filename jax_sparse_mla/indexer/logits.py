@@ -303,17 +303,22 @@ def _write_index_k(index_cache, slots, k, *, hadamard):
     if keys.data.size == 0 or slots.size == 0:
         return index_cache
 
+    name, rule_of_writer = "indexer.triton.write_index_k", {}
+    if keys.format.name == "FP4":
+        name, keeps_zero = "indexer.triton_fp4.write_index_k", keys.format.writer != "sglang"
+        rule_of_writer = {"least_exponent": keys.format.least_exponent, "keeps_zero": keeps_zero}
+
     def kernel(keys, slots, k):  # maybe a device's share of the keys, with fewer pages
-        return launching("indexer.triton.write_index_k", hadamard=hadamard, pages=_pages(keys))(keys, slots, k)
+        return launching(name, hadamard=hadamard, pages=_pages(keys), **rule_of_writer)(keys, slots, k)
 
     def plain(keys, slots, k):
         return write_index_k_reference(keys, slots, k, hadamard=hadamard).data
 
     pages = P(sharding.PAGES) if keys.num_layers == 1 else P()  # those of several layers lie one after the other
     rule = sharding.PartitionRule((pages, P(), P()), pages, across=write_own_pages)
-    if keys.format == IndexFormat.FP8:
+    if keys.format == IndexFormat.FP8 or keys.format.name == "FP4":
         data = dispatch(kernel, plain, keys, slots, k, rule=rule)
-    else:  # the kernel writes SGLang's FP8 keys
+    else:  # of FP8 keys the kernel writes SGLang's
         data = shared(plain, rule)(keys, slots, k)
     return dataclasses.replace(index_cache, data=data) if isinstance(index_cache, IndexKeys) else data
 
@@ -435,11 +440,16 @@ def quantize_index_q(
 @functools.partial(jax.jit, static_argnames=("hadamard", "format"))
 def _quantize_index_q(q, *, hadamard, format):
     plain = functools.partial(quantize_index_q_reference, hadamard=hadamard, format=format)
-    if q.size == 0 or q.shape[-1] != INDEX_DIM or format != IndexFormat.FP8:
+    fp4 = format.name == "FP4"
+    if q.size == 0 or q.shape[-1] != INDEX_DIM or not (fp4 or format == IndexFormat.FP8):
         return plain(q)
 
+    def rounded(q):
+        values = launching("indexer.triton_fp4.round_queries_to_fp4", hadamard=hadamard)(q)
+        return values, jnp.ones(q.shape[:-1], jnp.float32)
+
     rows = P(*(f"rows{i}" for i in range(q.ndim - 1)))
-    kernel = launching("indexer.triton.quantize_index_q", hadamard=hadamard)
+    kernel = rounded if fp4 else launching("indexer.triton.quantize_index_q", hadamard=hadamard)
     return dispatch(kernel, plain, q, rule=sharding.PartitionRule((rows,), (rows, rows)))
 
 
