@@ -73,11 +73,9 @@ def layout_of(arguments: dict[str, Any]) -> str | None:
     """Our name of the layout of a decode's cache, where its bytes per token do not tell it; None where they do.
 
     Pages in which a token's scales follow it go to the wheel's new kernels. V3.2's rows without rope, which have as
-    many bytes, come with their format's name or with a schedule of tensors.
+    many bytes, come with a schedule of tensors, or with their format's name, which is refused.
     """
-    if arguments["k_cache"].shape[-1] != _BYTES or arguments.get("kv_format") is not None:
-        return None
-    if isinstance(arguments.get("tile_scheduler_metadata"), torch.Tensor):
+    if arguments["k_cache"].shape[-1] != _BYTES or isinstance(arguments["tile_scheduler_metadata"], torch.Tensor):
         return None
     return _OURS["v41" if arguments.get("use_legacy", True) else "v41_new"]
 
