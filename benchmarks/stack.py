@@ -144,6 +144,10 @@ class Stack:
                 rows[ratio] = dataclasses.replace(rows[ratio], index=index)
         return rows
 
+    def run(self, caches, rows, params, batch: ForwardBatch, tables: RequestTables, *, gathered: bool):
+        """`(caches, out)` after all layers of a step."""
+        return _layers(self, caches, rows, params, batch, tables, gathered=gathered)
+
     def empty_out(self, num_rows: int) -> jax.Array:
         """The array that a step's output is written over; see `decode`."""
         return jnp.zeros((num_rows, self.spec.num_heads, self.spec.v_dim), jnp.bfloat16)
@@ -260,7 +264,7 @@ def decode_step(stack: Stack, state, rows, params, tables):
 
 def decode_layers(stack: Stack, caches, rows, params, batch: ForwardBatch, tables):
     """`(caches, out)` after all layers of any decode step over the stack's tables."""
-    return _layers(stack, caches, rows, params, batch, tables, gathered=False)
+    return stack.run(caches, rows, params, batch, tables, gathered=False)
 
 
 def _prefill(stack: Stack, state, rows, params, tables, end):
@@ -276,5 +280,5 @@ def _prefill(stack: Stack, state, rows, params, tables, end):
         out_cache_loc=slots,
         extend_lens=count[None],
     )
-    caches, out = _layers(stack, caches, rows, params, batch, tables, gathered=True)
+    caches, out = stack.run(caches, rows, params, batch, tables, gathered=True)
     return caches, done + count, out

@@ -2,6 +2,7 @@
 
     python -m benchmarks step                        # decode: ours, and SGLang's in a CUDA graph where it is installed
     python -m benchmarks step --ours                 # decode, chunked prefill and a long request, ours alone
+    python -m benchmarks step --ours --models v4,v41 --prefill '' --long ''     # decode of V4.1-Flash beside V4-Flash
     python -m benchmarks step --ours --layers 6 --decode 8x8192,64x131072 --prefill '' --long '' --operations 30
 
 A decode case is BATCHxCONTEXT, with --staggered each request one token shorter than the one before it (of 128); a
@@ -42,7 +43,9 @@ import numpy as np
 
 from benchmarks.harness import Operation, busy, device_operations, parser, torch, write
 from benchmarks.stack import V4_FLASH_RATIOS, Stack, fill
+from benchmarks.stack_v41 import V41_FLASH, V41Stack
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
+from jax_sparse_mla.models import v41_layers
 
 DECODE = "1x8192,4x8192,8x8192,64x8192,1x131072,4x131072,8x131072,64x131072"
 PEER_DECODE = "1x8192,8x8192,64x8192,64x131072"
@@ -338,7 +341,12 @@ def programs(arguments) -> tuple[dict, dict, dict]:
     for case in filter(None, arguments.decode.split(",")):
         sizes, _, options = case.partition("@")
         batch, context = map(int, sizes.split("x"))
-        decode[case] = Program(make(batch=batch, max_len=context), "decode", batch, options=xla_options(options))
+        for model in arguments.models.split(","):
+            made, shape = make, {"batch": batch, "max_len": context}
+            if model == "v41":
+                made, shape = V41Stack, shape | {"layers": v41_layers(V41_FLASH)[: arguments.layers]}
+            name = f"{case}, V4.1" if model == "v41" else case
+            decode[name] = Program(made(**shape), "decode", batch, options=xla_options(options))
     prefill, chunks = {}, {}
     cases = [tuple(map(int, case.split("/"))) for case in filter(None, arguments.prefill.split(","))]
     longest = max((-(-prompt // 256) * 256 for prompt, _ in cases), default=0)
@@ -394,6 +402,7 @@ def main() -> int:
     made.add_argument("--ours", action="store_true", help="ours alone")
     made.add_argument("--layers", type=int, default=len(V4_FLASH_RATIOS), help="only the first layers")
     made.add_argument("--decode", help="cases, BATCHxCONTEXT")
+    made.add_argument("--models", default="v4", help="of the decode cases with --ours, v4 and v41")
     made.add_argument("--staggered", action="store_true", help="decode with lengths that differ")
     made.add_argument("--prefill", default=PREFILL, help="cases, PROMPT/CHUNK, with --ours")
     made.add_argument("--long", default=LONG, help="a case, PROMPT/CHUNK, with --ours")

@@ -95,6 +95,7 @@ def flash_mla_with_kvcache(
     out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     assume_valid_indices: bool = False,
     beside_flashmla: bool = False,
+    kv_layout: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention of each query over the cached tokens that its indices name.
 
@@ -126,6 +127,8 @@ def flash_mla_with_kvcache(
         are −1, that lengths are from 0 to the columns, and that no finite sink is below −2e38. It saves a pass over the
         tables where FlashMLA's operator serves the call. A broken promise reads out of bounds.
       beside_flashmla: the caller has FlashMLA's own function: what that does sooner is refused with `FasterAlone`.
+      kv_layout: the layout of k_cache where its bytes per token tell none, such as "V41_FP8"; the extra cache then has
+        the same one, or the one of its bytes that goes beside it.
 
     Returns:
       out bfloat16 `[batch, s_q, heads, 512]`, 0 where no token counts, and lse float32 `[batch, heads, s_q]` (not
@@ -143,11 +146,13 @@ def flash_mla_with_kvcache(
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         rows, lse = ops.sparse_mla_decode(
             *(q, k_cache, indices, scale, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length),
-            *(attn_sink, enable_batch_invariant, assume_valid_indices, True),
+            *(attn_sink, enable_batch_invariant, assume_valid_indices, True, kv_layout),
         )
         return _traced(_DECODE, (rows, lse.transpose(1, 2)), out)
     # The fields of decode.Options: a plain tuple is made faster.
     options = (_DECODE, softmax_scale, _INF, enable_batch_invariant, assume_valid_indices, beside_flashmla)
+    if kv_layout is not None:
+        options += (True, kv_layout)
     tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
     call = call_cache.find(options, tensors)
     if call is None:

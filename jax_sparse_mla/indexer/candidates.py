@@ -14,18 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_sparse_mla.argument_checks import FLOATS, INT32, INT_MAX, ArgumentChecks
+from jax_sparse_mla.argument_checks import FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.indexer.logits import (
     IndexKeys,
     as_index_keys,
     check_logits,
     logits_of,
-    logits_of_units,
 )
 from jax_sparse_mla.indexer.select import SCRATCH_BYTES, in_chunks, rows_at_once
-from jax_sparse_mla.indices import topk_positions
+from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.indices.lookup import take_2d_or_minus_one
+from jax_sparse_mla.launch.dispatch import dispatch
 from jax_sparse_mla.launch.transforms import shared
+from jax_sparse_mla.launch.triton_call import launching
 from jax_sparse_mla.sharding import PartitionRule
 
 BLOCK_SIZE = 8  # the published model's
@@ -62,15 +63,29 @@ def candidate_blocks(
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _candidate_blocks(logits, lengths, topk_blocks, block_size):
+    lengths, plain = jnp.clip(lengths, 0, logits.shape[1]), functools.partial(block_scores, block_size=block_size)
+    if logits.size == 0:
+        scores = plain(logits, lengths)
+    else:
+        kernel = launching("indexer.triton_candidates.block_scores", block_size=block_size)
+        scores = dispatch(kernel, plain, logits, lengths, rule=_SCORES_RULE)
+    return topk_positions(scores, -(-lengths // block_size), topk_blocks)
+
+
+_SCORES_RULE = PartitionRule((P("rows"), P("rows")), P("rows"))
+
+
+def block_scores(logits: jax.Array, lengths: jax.Array, *, block_size: int) -> jax.Array:
+    """float32 `[rows, blocks]` in plain JAX, of checked arguments: what a kernel must write of the blocks that a length
+    reaches into."""
     rows, columns = logits.shape
-    lengths, blocks = jnp.clip(lengths, 0, columns), -(-columns // block_size)
+    blocks = -(-columns // block_size)
     scores = jnp.where(jnp.arange(columns) < lengths[:, None], logits.astype(jnp.float32), -jnp.inf)
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
     scores = jnp.pad(scores, ((0, 0), (0, blocks * block_size - columns)), constant_values=-np.inf)
     scores = jnp.max(scores.reshape(rows, blocks, block_size), axis=-1, initial=-np.inf)
     newest = jnp.arange(blocks) == (lengths[:, None] - 1) // block_size
-    scores = jnp.where(newest, jnp.inf, jnp.minimum(scores, np.finfo(np.float32).max))
-    return topk_positions(scores, -(-lengths // block_size), topk_blocks)
+    return jnp.where(newest, jnp.inf, jnp.minimum(scores, np.finfo(np.float32).max))
 
 
 def index_topk_and_blocks(
@@ -160,24 +175,50 @@ def _in_blocks(rows_of, index_cache, *, topk, block_size, scratch_bytes):
 
     def select(rows_of, keys):
         def chunk(rows_of):
-            pages, lengths, blocks = rows_of["pages"], rows_of["lengths"], rows_of["blocks"]
-            of_table = pages.shape[1] * keys.page_size // block_size
-            # Blocks that do not exist go behind the others, where no column that counts is theirs.
-            blocks = jnp.sort(jnp.where((blocks >= 0) & (blocks < of_table), blocks, INT_MAX), axis=1)
-            exists = blocks < of_table
-            start = jnp.where(exists, blocks, 0) * block_size
-            row = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None]
-            page = take_2d_or_minus_one(pages, row, jnp.where(exists, start // keys.page_size, -1))
-            logits = logits_of_units(rows_of["q"], rows_of["weights"], keys, page, start, lengths, unit=block_size)
-            # The blocks ascend and only the newest may be cut off, so what counts is a run of columns.
-            held = jnp.where(exists, jnp.clip(lengths[:, None] - start, 0, block_size), 0)
-            column = topk_positions(logits, jnp.sum(held, axis=1, dtype=jnp.int32), topk)
-            first = take_2d_or_minus_one(start, row, column // block_size)  # −1 has a negative block
-            return jnp.where(column >= 0, first + column % block_size, -1)
+            sizes = {"block_size": block_size, "page_size": keys.page_size, "num_pages": keys.num_pages}
+            arrays = rows_of["blocks"], rows_of["pages"], rows_of["lengths"]
+            plain = functools.partial(candidate_runs_reference, **sizes)
+            if any(x.size == 0 for x in arrays):
+                kept, runs, held = plain(*arrays)
+            else:
+                kernel = launching("indexer.triton_candidates.candidate_runs", **sizes)
+                kept, runs, held = dispatch(kernel, plain, *arrays, rule=_RUNS_RULE)
+            # What counts is a run of columns: the blocks ascend, and only the newest may be cut off.
+            arguments = rows_of["q"], rows_of["weights"], keys, runs, held
+            logits = logits_of(*arguments, rows_of_call=rows, run=block_size, fill=False)
+            return topk_transform(logits, held, topk, method=TopkTransform.PAGED, page_table=kept, page_size=block_size)
 
-        return in_chunks(chunk, rows_of, rows_at_once(rows_of["blocks"].shape[1] * block_size, scratch_bytes))
+        rows, n = rows_of["blocks"].shape
+        return in_chunks(chunk, rows_of, rows_at_once(n * block_size, scratch_bytes))
 
     return _over_rows(select, rows_of, keys, P("rows"))
+
+
+_RUNS_RULE = PartitionRule((P("rows"),) * 3, (P("rows"),) * 3)
+
+
+def candidate_runs_reference(
+    blocks: jax.Array, page_table: jax.Array, lengths: jax.Array, *, block_size: int, page_size: int, num_pages: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where the keys of each row's blocks lie, in plain JAX: what a kernel must do.
+
+    Returns:
+      `(kept, runs, held)`: int32 `[rows, n]`, the blocks that the row's length reaches into, in their order, −1 behind
+      them; their runs of keys as `logits_of` takes them, −1 where there is no page; int32 `[rows]`, their positions
+      below the length.
+    """
+    lengths = jnp.clip(lengths, 0, page_table.shape[1] * page_size)[:, None]
+    exists = (blocks >= 0) & (blocks < -(-lengths // block_size))
+    order = jnp.argsort(~exists, axis=1, stable=True)
+    exists = jnp.take_along_axis(exists, order, axis=1)
+    kept = jnp.where(exists, jnp.take_along_axis(blocks, order, axis=1), -1)
+    first = jnp.where(exists, kept, 0) * block_size
+    row = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None]
+    page = take_2d_or_minus_one(page_table, row, jnp.where(exists, first // page_size, -1))
+    is_page = (page >= 0) & (page < num_pages)
+    run = jnp.where(is_page, page, 0) * (page_size // block_size) + first % page_size // block_size
+    held = jnp.sum(jnp.where(exists, jnp.minimum(lengths - first, block_size), 0), axis=1, dtype=jnp.int32)
+    return kept, jnp.where(is_page, run, -1), held
 
 
 def _check(function, q, weights, index_cache, page_table, lengths):

@@ -139,20 +139,23 @@ def check_logits(check: ArgumentChecks, q, weights, index_cache, page_table, len
 _LOGITS_RULE = sharding.PartitionRule((P("rows"), P("rows"), P(), P("rows"), P("rows")), P("rows"))
 
 
-@functools.partial(jax.jit, static_argnames=("rows_of_call", "fill", "alone"))
-def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None, fill=True, alone=False):
+@functools.partial(jax.jit, static_argnames=("rows_of_call", "run", "fill", "alone"))
+def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None, run=None, fill=True, alone=False):
     """`index_logits` of checked arguments.
 
     Args:
+      page_table: with `run`, a divisor of the page size (static), of runs of so many keys: page p has those from
+        `p * page_size / run` on. By default a run is a page.
       alone: a row's logits do not depend, to the bit, on the others, nor on how many rows there are.
       rows_of_call: rows by which the kernel is chosen, where a call comes in parts; by default those of q.
       fill: False where nobody reads the columns from a row's length on; they may then hold anything.
     """
     arguments = q, weights, index_cache, page_table, lengths
-    keys, plain = as_index_keys(index_cache), index_logits_reference
-    plain = functools.partial(plain, alone=True) if alone else plain
+    keys = as_index_keys(index_cache)
+    plain = functools.partial(index_logits_reference, run=run, alone=alone)
     fp4, page_size = keys.format.name == "FP4", keys.page_size
-    call = Call(DeviceInfo.current(), q.dtype.name, keys.format.name, rows_of_call or q.shape[0], q.shape[1], page_size)
+    rows = rows_of_call or q.shape[0]
+    call = Call(DeviceInfo.current(), q.dtype.name, keys.format.name, rows, q.shape[1], page_size, run or page_size)
     empty = any(x.size == 0 for x in jax.tree.leaves(arguments))
     if empty or any(LOGITS_BACKENDS["triton"].refuses(call)):
         return plain(*arguments)
@@ -161,33 +164,21 @@ def logits_of(q, weights, index_cache, page_table, lengths, *, rows_of_call=None
         share = call._replace(rows=rows_of_call or q.shape[0])
         backend = first_able(LOGITS_BACKENDS, share, "index_logits")
         arrays = jax.tree.leaves(((q.astype(jnp.bfloat16) if fp4 else q), *others))
-        return load(backend.function)(executor(), *arrays, pages=_pages(index_cache), fill=fill, fp4=fp4)
+        parts = {} if run is None else {"run": run}  # for kernels that read them
+        return load(backend.function)(executor(), *arrays, pages=_pages(index_cache), fill=fill, fp4=fp4, **parts)
 
     return dispatch(kernel, plain, *arguments, rule=_LOGITS_RULE)
 
 
-def index_logits_reference(q, weights, index_cache, page_table, lengths, *, alone=False):
-    """`index_logits` in plain JAX: what a kernel must do but for the order and the precision of its sums."""
-    keys = as_index_keys(index_cache)
-    start = jnp.broadcast_to(jnp.arange(page_table.shape[1], dtype=jnp.int32) * keys.page_size, page_table.shape)
-    return logits_of_units(q, weights, keys, page_table, start, lengths, unit=keys.page_size, alone=alone)
+def index_logits_reference(q, weights, index_cache, page_table, lengths, *, run=None, alone=False):
+    """`index_logits` in plain JAX: what a kernel must do but for the order and the precision of its sums.
 
-
-def logits_of_units(q, weights, keys: IndexKeys, page, start, lengths, *, unit: int, alone: bool = False):
-    """The logits of runs of keys, in plain JAX.
-
-    Args:
-      q, weights, lengths: as in `index_logits`.
-      page: int32 `[rows, n]`, the page of each of a row's runs; outside `[0, num_pages)` there is none.
-      start: int32 `[rows, n]`, the position of the run's first key in the row; its place in the page is
-        `start % page_size`.
-      unit: keys of a run, a divisor of the page size and of every start (static).
-      alone: row by row (static), for a product of several rows may be summed in another order.
-
-    Returns:
-      float32 `[rows, n * unit]`; −inf where there is no page and from the row's length on.
+    `alone` goes row by row, for a product of several rows may be summed in another order.
     """
-    (rows, heads, _), runs = q.shape, page.shape[1]
+    keys = as_index_keys(index_cache)
+    unit = run or keys.page_size
+    of_page = keys.page_size // unit
+    (rows, heads, _), runs = q.shape, page_table.shape[1]
     num_pages, first_page = keys.num_pages, keys.first_page
     if rows == 0 or runs * unit == 0 or num_pages == 0:
         return jnp.full((rows, runs * unit), -jnp.inf, jnp.float32)
@@ -204,15 +195,15 @@ def logits_of_units(q, weights, keys: IndexKeys, page, start, lengths, *, unit: 
         x = jnp.pad(rows_of(x), ((0, 0), (0, blocks * per_block - runs)), constant_values=filled)
         return x.reshape(rows + more, blocks, -1)
 
-    page, start = by_block(page, -1), by_block(start, 0)
+    table = by_block(page_table, -1)
     q, weights, lengths = rows_of(q), rows_of(weights), rows_of(jnp.maximum(lengths, 0))
 
     def one_block(task):
         row, block = task // blocks, task % blocks
-        pages, starts = page[row, block], start[row, block]
-        is_page = (pages >= 0) & (pages < num_pages)
-        # A page out of range is clamped, and masked below.
-        values, scales = _gather_runs(keys, pages + first_page, starts % keys.page_size, unit)
+        found, start = table[row, block], block * per_block * unit
+        is_run = (found >= 0) & (found < num_pages * of_page)
+        found = jnp.where(is_run, found, 0)  # and masked below
+        values, scales = _gather_runs(keys, found // of_page + first_page, found % of_page * unit, unit)
         values, scales = keys_of_bytes(keys.format, values, scales, dtype)
         scores = jnp.einsum(
             "hd,cd->hc",
@@ -224,8 +215,8 @@ def logits_of_units(q, weights, keys: IndexKeys, page, start, lengths, *, unit: 
         scores = jnp.where(scores <= 0, 0.0, scores)  # a maximum of NaN and 0 may be 0 on a CPU
         # A product and a sum rather than a second matrix product, whose float32 may be rounded to TF32.
         logits = jnp.sum(scores * weights[row][:, None], axis=0) * scales.reshape(per_block * unit)
-        position = (starts[:, None] + jnp.arange(unit, dtype=jnp.int32)).reshape(per_block * unit)
-        valid = jnp.repeat(is_page, unit) & (position < lengths[row])
+        position = start + jnp.arange(per_block * unit, dtype=jnp.int32)
+        valid = jnp.repeat(is_run, unit) & (position < lengths[row])
         return jnp.where(valid, logits, -jnp.inf)
 
     # Whole chunks only: what is over at the end computes the last block again and is cut off. Two turns at least where
@@ -312,17 +303,22 @@ def _write_index_k(index_cache, slots, k, *, hadamard):
     if keys.data.size == 0 or slots.size == 0:
         return index_cache
 
+    name, rule_of_writer = "indexer.triton.write_index_k", {}
+    if keys.format.name == "FP4":
+        name, keeps_zero = "indexer.triton_fp4.write_index_k", keys.format.writer != "sglang"
+        rule_of_writer = {"least_exponent": keys.format.least_exponent, "keeps_zero": keeps_zero}
+
     def kernel(keys, slots, k):  # maybe a device's share of the keys, with fewer pages
-        return launching("indexer.triton.write_index_k", hadamard=hadamard, pages=_pages(keys))(keys, slots, k)
+        return launching(name, hadamard=hadamard, pages=_pages(keys), **rule_of_writer)(keys, slots, k)
 
     def plain(keys, slots, k):
         return write_index_k_reference(keys, slots, k, hadamard=hadamard).data
 
     pages = P(sharding.PAGES) if keys.num_layers == 1 else P()  # those of several layers lie one after the other
     rule = sharding.PartitionRule((pages, P(), P()), pages, across=write_own_pages)
-    if keys.format == IndexFormat.FP8:
+    if keys.format == IndexFormat.FP8 or keys.format.name == "FP4":
         data = dispatch(kernel, plain, keys, slots, k, rule=rule)
-    else:  # the kernel writes SGLang's FP8 keys
+    else:  # of FP8 keys the kernel writes SGLang's
         data = shared(plain, rule)(keys, slots, k)
     return dataclasses.replace(index_cache, data=data) if isinstance(index_cache, IndexKeys) else data
 
@@ -444,11 +440,16 @@ def quantize_index_q(
 @functools.partial(jax.jit, static_argnames=("hadamard", "format"))
 def _quantize_index_q(q, *, hadamard, format):
     plain = functools.partial(quantize_index_q_reference, hadamard=hadamard, format=format)
-    if q.size == 0 or q.shape[-1] != INDEX_DIM or format != IndexFormat.FP8:
+    fp4 = format.name == "FP4"
+    if q.size == 0 or q.shape[-1] != INDEX_DIM or not (fp4 or format == IndexFormat.FP8):
         return plain(q)
 
+    def rounded(q):
+        values = launching("indexer.triton_fp4.round_queries_to_fp4", hadamard=hadamard)(q)
+        return values, jnp.ones(q.shape[:-1], jnp.float32)
+
     rows = P(*(f"rows{i}" for i in range(q.ndim - 1)))
-    kernel = launching("indexer.triton.quantize_index_q", hadamard=hadamard)
+    kernel = rounded if fp4 else launching("indexer.triton.quantize_index_q", hadamard=hadamard)
     return dispatch(kernel, plain, q, rule=sharding.PartitionRule((rows,), (rows, rows)))
 
 

@@ -21,6 +21,7 @@ class Call(NamedTuple):
       keys: "FP8" or "FP4".
       rows: of the whole call, where it comes in parts.
       heads, page_size: query heads, and keys of a page.
+      run: keys that an entry of the table names, a page's or fewer.
     """
 
     device: DeviceInfo
@@ -29,6 +30,7 @@ class Call(NamedTuple):
     rows: int
     heads: int
     page_size: int
+    run: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class Backend(shared.Backend):
       reads: pairs of a dtype of queries and a format of keys; None: all.
       rows, heads: the fewest and the most that it takes.
       page_multiple: a page's keys are a multiple of it.
+      whole_pages: whether it reads tables of pages alone.
     """
 
     function: str
@@ -48,6 +51,7 @@ class Backend(shared.Backend):
     rows: tuple[int, int] = (0, _ANY)
     heads: tuple[int, int] = (0, _ANY)
     page_multiple: int = 1
+    whole_pages: bool = True
 
     def refuses(self, call: Call) -> list[str | None]:
         reasons = []
@@ -59,6 +63,8 @@ class Backend(shared.Backend):
                 reasons.append(f"takes {accepted}, got {number}")
         if call.page_size % self.page_multiple:
             reasons.append(f"takes pages of a multiple of {self.page_multiple} keys, got {call.page_size}")
+        if self.whole_pages and call.run != call.page_size:
+            reasons.append(f"reads tables of pages, got runs of {call.run} keys")
         return reasons
 
 
@@ -98,6 +104,7 @@ _RECORDS = (
         needs=(TRITON, TRITON_LAUNCHER),
         reads=(("float8_e4m3fn", "FP8"), ("float8_e4m3fn", "FP4"), ("bfloat16", "FP4")),
         heads=(0, MAX_KERNEL_HEADS),
+        whole_pages=False,
     ),
 )
 

@@ -61,10 +61,13 @@ class LogitsPlan(NamedTuple):
     constants: dict[str, int]
 
 
-def plan_logits(rows: int, heads: int, pages: int, page_size: int, sm_count: int, *, fp4: bool = False) -> LogitsPlan:
-    """For `[rows, heads, 128]` queries over `pages` pages each; no size is zero."""
-    capacity = pages * page_size  # no constant of the kernels: an eager engine's page tables grow from step to step
-    constants = {"PAGE_SIZE": page_size, "HEADS": heads, "FP4": fp4}
+def plan_logits(
+    rows: int, heads: int, runs: int, page_size: int, sm_count: int, *, run: int | None = None, fp4: bool = False
+) -> LogitsPlan:
+    """For `[rows, heads, 128]` queries over `runs` runs of `run` keys each, by default of a page; no size is zero."""
+    run = run or page_size
+    capacity = runs * run  # no constant of the kernels: an eager engine's page tables grow from step to step
+    constants = {"PAGE_SIZE": page_size, "RUN": run, "HEADS": heads, "FP4": fp4}
     constants["HEADS_POW2"] = max(triton.next_power_of_2(heads), 16)  # what a tensor core's operand has at least
     if rows < PREFILL_ROWS:
         constants |= (FP4_DECODE_OPTIONS if fp4 else DECODE_OPTIONS) | {"ROWS_POW2": triton.next_power_of_2(rows)}
@@ -75,7 +78,7 @@ def plan_logits(rows: int, heads: int, pages: int, page_size: int, sm_count: int
     while columns > 512 and tiles * triton.cdiv(capacity, columns) < 8 * sm_count:
         columns //= 2
     constants["COLUMNS"] = columns
-    constants["SLOTS_POW2"] = triton.next_power_of_2(triton.cdiv(columns, page_size) + 1)
+    constants["SLOTS_POW2"] = triton.next_power_of_2(triton.cdiv(columns, run) + 1)
     return LogitsPlan(index_logits_prefill_kernel, tiles * triton.cdiv(capacity, columns), constants)
 
 
@@ -210,7 +213,7 @@ def index_logits_decode_kernel(
     q_ptr,  # [rows, HEADS, 128], e4m3 for FP8 keys, bfloat16 for FP4 keys
     weights_ptr,  # float32 [rows, HEADS]
     cache_ptr,  # uint8 [pages, PAGE_SIZE * 132], or 68 for FP4 keys
-    page_table_ptr,  # int32 [rows, capacity / PAGE_SIZE]
+    runs_ptr,  # int32 [rows, capacity / RUN]: pages, or parts of them
     lengths_ptr,  # int32 [rows]
     rows,
     num_pages,
@@ -218,6 +221,7 @@ def index_logits_decode_kernel(
     out_ptr,  # float32 [rows, capacity]
     capacity,  # a constant under XLA, where nothing is said of a number's divisors, on which wide stores depend
     PAGE_SIZE: tl.constexpr,
+    RUN: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_POW2: tl.constexpr,
     ROWS_POW2: tl.constexpr,
@@ -259,10 +263,10 @@ def index_logits_decode_kernel(
         stop = tl.minimum(end, last)
         score(
             *(q_ptr, weights_ptr, current, rows),
-            (cache_ptr, num_pages, page_table_ptr + current.to(tl.int64) * (capacity // PAGE_SIZE)),
+            (cache_ptr, num_pages, runs_ptr + current.to(tl.int64) * (capacity // RUN)),
             (limit + one, out_ptr + (current.to(tl.int64) * capacity + one), one == 0),
             ((block - begin) * BLOCK, (stop - begin) * BLOCK, capacity),
-            *(PAGE_SIZE, HEADS, HEADS_POW2, 1, FP4, HARDWARE_FP8, BLOCK, STAGES),
+            *(PAGE_SIZE, RUN, HEADS, HEADS_POW2, 1, FP4, HARDWARE_FP8, BLOCK, STAGES),
         )
         block = stop
 
@@ -272,7 +276,7 @@ def index_logits_prefill_kernel(
     q_ptr,  # [rows, HEADS, 128], e4m3 for FP8 keys, bfloat16 for FP4 keys
     weights_ptr,  # float32 [rows, HEADS]
     cache_ptr,  # uint8 [pages, PAGE_SIZE * 132], or 68 for FP4 keys
-    page_table_ptr,  # int32 [rows, capacity / PAGE_SIZE]
+    runs_ptr,  # int32 [rows, capacity / RUN]: pages, or parts of them
     lengths_ptr,  # int32 [rows]
     rows,
     num_pages,
@@ -280,9 +284,10 @@ def index_logits_prefill_kernel(
     out_ptr,  # float32 [rows, capacity]
     capacity,  # a constant under XLA, where nothing is said of a number's divisors, on which wide stores depend
     PAGE_SIZE: tl.constexpr,
+    RUN: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_POW2: tl.constexpr,
-    SLOTS_POW2: tl.constexpr,  # at least the pages that COLUMNS columns touch
+    SLOTS_POW2: tl.constexpr,  # at least the runs that COLUMNS columns touch
     FP4: tl.constexpr,
     FILL: tl.constexpr,  # whether -inf is written behind the block that holds a row's last key
     HARDWARE_FP8: tl.constexpr,
@@ -294,7 +299,7 @@ def index_logits_prefill_kernel(
     cache_ptr = at_page(cache_ptr, first_page, PAGE_SIZE * (_FP4_BYTES if FP4 else _TOKEN_BYTES))
     # Programs that run at the same time share their rows: the queries are read once, the keys stay in the L2.
     chunks = tl.cdiv(capacity, COLUMNS)
-    table_width = capacity // PAGE_SIZE
+    table_width = capacity // RUN
     first_row = tl.program_id(0) // chunks * ROWS
     start = tl.program_id(0) % chunks * COLUMNS
     stop = tl.minimum(start + COLUMNS, capacity)
@@ -307,21 +312,21 @@ def index_logits_prefill_kernel(
     out = out_ptr + row.to(tl.int64) * capacity
 
     if start < scored:
-        # The pages that a row reads must be those of the longest.
+        # The runs that a row reads must be those of the longest.
         leader = tl.max(tl.where(length == longest, row, 0), axis=0)
-        page = start // PAGE_SIZE + tl.arange(0, SLOTS_POW2)[None, :]
-        reads = (page < table_width) & (page * PAGE_SIZE < stop)
-        theirs = tl.load(page_table_ptr + leader.to(tl.int64) * table_width + page, mask=reads, other=-1)
-        read = reads & (page * PAGE_SIZE < length[:, None])
-        row_page = tl.load(page_table_ptr + row.to(tl.int64)[:, None] * table_width + page, mask=read, other=-1)
-        differ = tl.max(tl.max((read & (row_page != theirs)).to(tl.int32), axis=1), axis=0)
+        place = start // RUN + tl.arange(0, SLOTS_POW2)[None, :]
+        reads = (place < table_width) & (place * RUN < stop)
+        theirs = tl.load(runs_ptr + leader.to(tl.int64) * table_width + place, mask=reads, other=-1)
+        read = reads & (place * RUN < length[:, None])
+        of_row = tl.load(runs_ptr + row.to(tl.int64)[:, None] * table_width + place, mask=read, other=-1)
+        differ = tl.max(tl.max((read & (of_row != theirs)).to(tl.int32), axis=1), axis=0)
         if differ == 0:
             score(
                 *(q_ptr, weights_ptr, first_row, rows),
-                (cache_ptr, num_pages, page_table_ptr + leader.to(tl.int64) * table_width),
+                (cache_ptr, num_pages, runs_ptr + leader.to(tl.int64) * table_width),
                 (length, out, in_rows),
                 (start, scored, capacity),
-                *(PAGE_SIZE, HEADS, HEADS_POW2, ROWS, FP4, HARDWARE_FP8, BLOCK, STAGES),
+                *(PAGE_SIZE, RUN, HEADS, HEADS_POW2, ROWS, FP4, HARDWARE_FP8, BLOCK, STAGES),
             )
         else:
             one = tl.arange(0, 1)
@@ -333,10 +338,10 @@ def index_logits_prefill_kernel(
                     _fill(out_ptr + single.to(tl.int64) * capacity, end, scored)
                 score(
                     *(q_ptr, weights_ptr, single, rows),
-                    (cache_ptr, num_pages, page_table_ptr + single.to(tl.int64) * table_width),
+                    (cache_ptr, num_pages, runs_ptr + single.to(tl.int64) * table_width),
                     (limit + one, out_ptr + (single.to(tl.int64) * capacity + one), one == 0),
                     (start, end, capacity),
-                    *(PAGE_SIZE, HEADS, HEADS_POW2, 1, FP4, HARDWARE_FP8, BLOCK, STAGES),
+                    *(PAGE_SIZE, RUN, HEADS, HEADS_POW2, 1, FP4, HARDWARE_FP8, BLOCK, STAGES),
                 )
                 single += 1
     if FILL:
@@ -380,18 +385,21 @@ def index_logits(
     *arrays: Any,
     fp4: bool = False,
     pages: tuple[int, int] | None = None,
+    run: int | None = None,
     fill: bool = True,
     out=None,
 ) -> Any:
     """float32 `[rows, capacity]`, for float8_e4m3fn q over FP8 keys and bfloat16 q over FP4 keys.
 
-    Arrays are q, weights, index_cache, page_table and lengths. Without `fill` columns are unwritten from the end of the
+    Arrays are q, weights, index_cache, page_table and lengths. The table is of pages, or of runs of `run` keys, page
+    p's being `p * page_size / run` and the following ones. Without `fill` columns are unwritten from the end of the
     block on that holds a row's last key.
     """
     q, _, index_cache, page_table, _ = arrays
     (rows, heads, _), (first_page, num_pages) = q.shape, pages or (0, index_cache.shape[0])
     width, page_size = page_table.shape[1], index_cache.shape[1] // (FP4_BYTES if fp4 else TOKEN_BYTES)
-    plan, capacity = plan_logits(rows, heads, width, page_size, execute.device.sm_count, fp4=fp4), width * page_size
+    plan = plan_logits(rows, heads, width, page_size, execute.device.sm_count, run=run, fp4=fp4)
+    capacity = width * (run or page_size)
     constants = {"capacity": capacity, "HARDWARE_FP8": execute.device.hardware_fp8, "FILL": fill, **plan.constants}
     outputs = (Output((rows, capacity), "float32"),)
     scalars = rows, num_pages, first_page

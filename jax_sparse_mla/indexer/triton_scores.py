@@ -40,10 +40,11 @@ def score(
     weights_ptr,
     row,  # the first of ROWS rows that read the same pages
     num_rows,
-    keys,  # (the cache, its number of pages, pointer to the pages of these rows)
+    keys,  # (the cache, its number of pages, pointer to the runs of these rows)
     rows,  # (their lengths, pointers to their column 0, whether to write them), each [ROWS]
     columns,  # (start, a multiple of BLOCK; stop; capacity)
     PAGE_SIZE: tl.constexpr,
+    RUN: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_POW2: tl.constexpr,
     ROWS: tl.constexpr,
@@ -52,15 +53,20 @@ def score(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Columns start ... of rows, in whole blocks up to `stop`; -inf past a length."""
+    """Columns start ... of rows, in whole blocks up to `stop`; -inf past a length.
+
+    A run is RUN keys of a page, of which it is a part without a remainder: run 0 the first of page 0, and so on.
+    """
     line, inside = _lines(row, num_rows, HEADS, HEADS_POW2, ROWS)
     heads = line, inside, tl.load(weights_ptr + line, mask=inside, other=0.0)
     if FP4:
-        fits = _fp4_fast(q_ptr, heads, keys, rows, columns, PAGE_SIZE, HEADS_POW2, ROWS, HARDWARE_FP8, BLOCK, STAGES)
+        fits = _fp4_fast(
+            q_ptr, heads, keys, rows, columns, PAGE_SIZE, RUN, HEADS_POW2, ROWS, HARDWARE_FP8, BLOCK, STAGES
+        )
         if fits == 0:
-            _fp4_slow(q_ptr, heads, keys, rows, columns, PAGE_SIZE, HEADS_POW2, ROWS, 64)
+            _fp4_slow(q_ptr, heads, keys, rows, columns, PAGE_SIZE, RUN, HEADS_POW2, ROWS, 64)
     else:
-        _fp8(q_ptr, heads, keys, rows, columns, PAGE_SIZE, HEADS_POW2, ROWS, HARDWARE_FP8, BLOCK, STAGES)
+        _fp8(q_ptr, heads, keys, rows, columns, PAGE_SIZE, RUN, HEADS_POW2, ROWS, HARDWARE_FP8, BLOCK, STAGES)
 
 
 @triton.jit
@@ -73,28 +79,33 @@ def _lines(row, rows, HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
-def _load_pages(table_ptr, first, stop, capacity, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The page of a block's columns, or the pages of each of them where a block is no part of a page."""
-    if PAGE_SIZE % BLOCK == 0:
-        return tl.load(table_ptr + first // PAGE_SIZE, mask=first < stop, other=-1)
+def _load_runs(table_ptr, first, stop, capacity, RUN: tl.constexpr, BLOCK: tl.constexpr):
+    """The run of a block's columns, or the runs of each of them where a block is no part of a run."""
+    if RUN % BLOCK == 0:
+        return tl.load(table_ptr + first // RUN, mask=first < stop, other=-1)
     else:
         column = first + tl.arange(0, BLOCK)
-        return tl.load(table_ptr + column // PAGE_SIZE, mask=column < tl.minimum(stop, capacity), other=-1)
+        return tl.load(table_ptr + column // RUN, mask=column < tl.minimum(stop, capacity), other=-1)
 
 
 @triton.jit
-def _locate_keys(page, num_pages, first, capacity, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _locate_keys(run, num_pages, first, capacity, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr):
     """(columns of a block, their offsets in their pages, pages to read, which of the columns have a key)."""
     column = first + tl.arange(0, BLOCK)
-    # A page of whole blocks gives addresses that differ by constants.
-    if PAGE_SIZE % BLOCK == 0:
-        offset = first % PAGE_SIZE + tl.arange(0, BLOCK)
-    elif BLOCK % PAGE_SIZE == 0:
-        offset = tl.arange(0, BLOCK) % PAGE_SIZE
+    # A run of whole blocks gives addresses that differ by constants.
+    if RUN % BLOCK == 0:
+        offset = first % RUN + tl.arange(0, BLOCK)
+    elif BLOCK % RUN == 0:
+        offset = tl.arange(0, BLOCK) % RUN
     else:
-        offset = column % PAGE_SIZE
-    is_page = (page >= 0) & (page < num_pages)
-    return column, offset, tl.where(is_page, page, 0).to(tl.int64), is_page & (column < capacity)
+        offset = column % RUN
+    runs_of_page: tl.constexpr = PAGE_SIZE // RUN
+    exists = (run >= 0) & (run < num_pages * runs_of_page)
+    run = tl.where(exists, run, 0)
+    if runs_of_page > 1:
+        offset += run % runs_of_page * RUN
+        run //= runs_of_page
+    return column, offset, run.to(tl.int64), exists & (column < capacity)
 
 
 @triton.jit
@@ -128,6 +139,7 @@ def _fp8(
     rows,
     columns,
     PAGE_SIZE: tl.constexpr,
+    RUN: tl.constexpr,
     HEADS_POW2: tl.constexpr,
     ROWS: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
@@ -143,10 +155,10 @@ def _fp8(
     if not HARDWARE_FP8:
         weights *= 65536.0  # both operands are 2^-8 of their numbers
     dim = tl.arange(0, _DIM)[None, :]
-    # The pages of a block are known one block ahead, so that the pipeline of keys does not wait for them.
-    page = _load_pages(table_ptr, start, stop, capacity, PAGE_SIZE, BLOCK)
+    # The runs of a block are known one block ahead, so that the pipeline of keys does not wait for them.
+    run = _load_runs(table_ptr, start, stop, capacity, RUN, BLOCK)
     for first in tl.range(start, stop, BLOCK, num_stages=STAGES):
-        column, offset, page, is_key = _locate_keys(page, num_pages, first, capacity, PAGE_SIZE, BLOCK)
+        column, offset, page, is_key = _locate_keys(run, num_pages, first, capacity, PAGE_SIZE, RUN, BLOCK)
         start_of_page = page * (PAGE_SIZE * _FP8_BYTES)
         byte = tl.load(cache_ptr + (start_of_page + offset * _DIM)[:, None] + dim, mask=is_key[:, None], other=0)
         scale_ptr = (cache_ptr + start_of_page + PAGE_SIZE * _DIM).to(tl.pointer_type(tl.float32), bitcast=True)
@@ -156,7 +168,7 @@ def _fp8(
         scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
         logits = tl.sum(tl.reshape(scores, [BLOCK, ROWS, HEADS_POW2]), axis=2) * scale[:, None]
         _store_logits(logits, is_key, column, rows, capacity)
-        page = _load_pages(table_ptr, first + BLOCK, stop, capacity, PAGE_SIZE, BLOCK)
+        run = _load_runs(table_ptr, first + BLOCK, stop, capacity, RUN, BLOCK)
 
 
 # --- FP4 keys --------------------------------------------------------------------------------------
@@ -237,23 +249,23 @@ def _in_e5m2(x, factor, HARDWARE_FP8: tl.constexpr):
 
 
 @triton.jit
-def _pages_of(table_ptr, first, stop, capacity, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The pages of a block's columns for `_joined`: of two halves where it is two pages long, otherwise one twice."""
-    if 2 * PAGE_SIZE == BLOCK:
-        end, at = tl.minimum(stop, capacity), table_ptr + first // PAGE_SIZE
-        page = tl.load(at, mask=first < end, other=-1)
-        return page, tl.load(at + 1, mask=first + PAGE_SIZE < end, other=-1)
+def _runs_of(table_ptr, first, stop, capacity, RUN: tl.constexpr, BLOCK: tl.constexpr):
+    """The runs of a block's columns for `_joined`: of two halves where it is two runs long, otherwise one twice."""
+    if 2 * RUN == BLOCK:
+        end, at = tl.minimum(stop, capacity), table_ptr + first // RUN
+        run = tl.load(at, mask=first < end, other=-1)
+        return run, tl.load(at + 1, mask=first + RUN < end, other=-1)
     else:
-        page = _load_pages(table_ptr, first, stop, capacity, PAGE_SIZE, BLOCK)
-        return page, page
+        run = _load_runs(table_ptr, first, stop, capacity, RUN, BLOCK)
+        return run, run
 
 
 @triton.jit
-def _joined(page, second_page, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    if 2 * PAGE_SIZE == BLOCK:
-        return tl.where(tl.arange(0, BLOCK) < PAGE_SIZE, page, second_page)
+def _joined(run, second_run, RUN: tl.constexpr, BLOCK: tl.constexpr):
+    if 2 * RUN == BLOCK:
+        return tl.where(tl.arange(0, BLOCK) < RUN, run, second_run)
     else:
-        return page
+        return run
 
 
 @triton.jit
@@ -264,6 +276,7 @@ def _fp4_fast(
     rows,
     columns,
     PAGE_SIZE: tl.constexpr,
+    RUN: tl.constexpr,
     HEADS_POW2: tl.constexpr,
     ROWS: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
@@ -289,10 +302,10 @@ def _fp4_fast(
         shift = tl.arange(0, _PACKED)[None, :] // _GROUP_BYTES * 8
         longest = tl.max(rows[0], axis=0)
         outside = tl.zeros([BLOCK], tl.uint32)
-        page, second_page = _pages_of(table_ptr, start, stop, capacity, PAGE_SIZE, BLOCK)
+        run, second_run = _runs_of(table_ptr, start, stop, capacity, RUN, BLOCK)
         for first in tl.range(start, stop, BLOCK, num_stages=STAGES):
-            page = _joined(page, second_page, PAGE_SIZE, BLOCK)
-            column, offset, page, is_key = _locate_keys(page, num_pages, first, capacity, PAGE_SIZE, BLOCK)
+            run = _joined(run, second_run, RUN, BLOCK)
+            column, offset, page, is_key = _locate_keys(run, num_pages, first, capacity, PAGE_SIZE, RUN, BLOCK)
             # Where there is no key, the first page's are read, whatever they are: no load waits for a condition.
             start_of_page = page * (PAGE_SIZE * _FP4_BYTES)
             packed = tl.load(cache_ptr + (start_of_page + offset * _PACKED)[:, None] + dim)
@@ -308,7 +321,7 @@ def _fp4_fast(
             scores = tl.maximum(scores, 0.0) * weights[None, :]
             logits = tl.sum(tl.reshape(scores, [BLOCK, ROWS, HEADS_POW2]), axis=2)
             _store_logits(logits, is_key, column, rows, capacity)
-            page, second_page = _pages_of(table_ptr, first + BLOCK, stop, capacity, PAGE_SIZE, BLOCK)
+            run, second_run = _runs_of(table_ptr, first + BLOCK, stop, capacity, RUN, BLOCK)
         fits = 1 - tl.max((outside != 0).to(tl.int32), axis=0)
     return fits
 
@@ -327,6 +340,7 @@ def _fp4_slow(
     rows,
     columns,
     PAGE_SIZE: tl.constexpr,
+    RUN: tl.constexpr,
     HEADS_POW2: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -340,8 +354,8 @@ def _fp4_slow(
     dim = tl.arange(0, _PACKED)[None, :]
     stop = tl.minimum(stop, capacity)  # whole blocks of the fast way may go further, this one's are shorter
     for first in tl.range(start, stop, BLOCK, num_stages=1):
-        page = _load_pages(table_ptr, first, stop, capacity, PAGE_SIZE, BLOCK)
-        column, offset, page, is_key = _locate_keys(page, num_pages, first, capacity, PAGE_SIZE, BLOCK)
+        run = _load_runs(table_ptr, first, stop, capacity, RUN, BLOCK)
+        column, offset, page, is_key = _locate_keys(run, num_pages, first, capacity, PAGE_SIZE, RUN, BLOCK)
         start_of_page = page * (PAGE_SIZE * _FP4_BYTES)
         packed = tl.load(cache_ptr + (start_of_page + offset * _PACKED)[:, None] + dim, mask=is_key[:, None], other=0)
         scale_ptr = cache_ptr + (start_of_page + PAGE_SIZE * _PACKED + offset * 4)[:, None] + dim // _GROUP_BYTES

@@ -3,7 +3,7 @@
 `test_sglang.py` runs this and judges it: one line of JSON for each case. SGLang's metadata, indices, caches and Triton
 kernels run as they are (in Triton's interpreter); where its FlashMLA would be called, our functions are.
 
-    python tests/engines/drive_sglang.py v4|dsa|left|unset
+    python tests/engines/drive_sglang.py v4|v41|v41_new|dsa|left|unset
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import sys
 import unittest
 
 os.environ["JAX_SPARSE_MLA_SGLANG"] = "0" if sys.argv[1] == "unset" else "1"
+if sys.argv[1] in ("v41", "v41_new", "unset"):  # without our plugin SGLang refuses it on SM90
+    os.environ["SGLANG_DSV4_KV_LAYOUT"] = "v41_new" if sys.argv[1] == "unset" else sys.argv[1]
 
 import sglang_without_gpu
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
-from sglang_cases import dsa_cases, v4_cases
+from sglang_cases import dsa_cases, v4_cases, v41_cases
 
 from benchmarks.engines import difference, served
 
@@ -57,6 +59,16 @@ def v4() -> None:
         run(name, function, case, **options)
 
 
+def v41() -> None:
+    from sglang.test.kits.attention_unittest.attention_methods import dsv4_attention as kit
+
+    sglang_without_gpu.prepare_kit(kit)
+    sglang_without_gpu.prepare_v41(kit)
+    for name, function, case, options in v41_cases(kit, ForwardMode):
+        run(name, function, case, **options)
+        report(f"caches, {name}", layouts=[layout.value for layout in kit.layouts])
+
+
 def dsa() -> None:
     from sglang.test.kits.attention_unittest.attention_methods import dsa_attention as kit
     from sglang.test.kits.attention_unittest.attention_methods import dsv4_attention
@@ -86,7 +98,15 @@ def unset() -> None:
 
     names = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
     wrapped = [name for name in names if hasattr(getattr(flash_mla_interface, name), "__wrapped__")]
-    report("unset", wrapped=wrapped, imported="sparse_mla_torch.plugins.calls" in sys.modules)
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
+    from sglang.srt.runtime_context import get_context
+
+    get_context().override_server_args(device="cpu").install()
+    try:
+        refused = f"chosen: {pools.select_dsv4_kv_layout()}"
+    except AssertionError as reason:
+        refused = str(reason)
+    report("unset", refused=refused, wrapped=wrapped, imported="sparse_mla_torch.plugins.calls" in sys.modules)
 
 
 def one_of_v4(name: str) -> None:
@@ -100,4 +120,4 @@ def one_of_v4(name: str) -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     load_plugins()
-    {"v4": v4, "dsa": dsa, "left": left, "unset": unset}[sys.argv[1]]()
+    {"v4": v4, "v41": v41, "v41_new": v41, "dsa": dsa, "left": left, "unset": unset}[sys.argv[1]]()

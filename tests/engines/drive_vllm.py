@@ -4,7 +4,7 @@
 Triton kernels in Triton's interpreter). Our kernels' place takes the reference, as always on a CPU; what is tested is
 what vLLM hands over and takes back. Where vLLM calls a compiled operator of its own, torch does the same here.
 
-    python tests/engines/drive_vllm.py choice|v32|bf16|v4|left|chunks
+    python tests/engines/drive_vllm.py choice|v32|bf16|v4|v41|left|chunks
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import vllm.config.vllm as vllm_config
 from quiet import Quiet
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm_layers import OURS, V4, V32, LayerCall, sizes, slots_of
+from vllm_layers import OURS, V4, V32, V41, LayerCall, sizes, slots_of
 
 from benchmarks.engines import difference, served
 
@@ -206,6 +206,31 @@ def v4() -> None:
             run(f"mixed, ratio {ratio}, {heads} heads", layers.call(ratio, [1, 1, 40], [70, 600, 300]))
 
 
+def v41() -> None:
+    from vllm.models.deepseek_v41 import attention
+    from vllm.models.deepseek_v41.common.ops.fused_compress_quant_cache import rope_quant_insert
+    from vllm.models.deepseek_v41.nvidia import model
+
+    other = Facts(cache_dtype="fp8_ds_mla")
+    for backend in (AttentionBackendEnum.FLASHMLA_SPARSE, AttentionBackendEnum.JAX_SPARSE_MLA):
+        config = sizes(attention_config=Facts(backend=backend), cache_config=other)
+        chosen = model._select_dsv4_attn_cls(config).__name__
+        report(backend.name, layer=chosen, records=attention._use_v41_mxfp8_kv_record())
+    for heads in (16, 64):
+        layers = V41(heads, OURS, CPU)
+        for ratio in (0, 1, 2):
+            run(f"decode, ratio {ratio}, {heads} heads", layers.call(ratio, [1, 1, 1], [70, 300, 513]))
+            run(f"mixed, ratio {ratio}, {heads} heads", layers.call(ratio, [1, 1, 40], [70, 600, 300]))
+    report("after", records=attention._use_v41_mxfp8_kv_record(), layer=layers.layer_class.__name__)
+
+    from sparse_mla_torch import ops
+
+    latents, no_rotation = torch.randn(64, 512).bfloat16(), torch.cat([torch.ones(64, 32), torch.zeros(64, 32)], 1)
+    cache, slots = layers.cache(1, 64, 1), torch.arange(64)
+    rope_quant_insert(latents, slots, no_rotation, cache, slots, 1)
+    report("writer", error=difference(ops.gather_kv(cache.unsqueeze(2), slots.int(), "V41_FP4"), latents.float()))
+
+
 # --- what is left to vLLM ------------------------------------------------------------------------------------------
 
 
@@ -244,4 +269,5 @@ def left() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     load_general_plugins()
-    {"choice": choice, "v32": v32, "bf16": bf16, "v4": v4, "left": left, "chunks": chunks}[sys.argv[1]]()
+    cases = {"choice": choice, "v32": v32, "bf16": bf16, "v4": v4, "v41": v41, "left": left, "chunks": chunks}
+    cases[sys.argv[1]]()

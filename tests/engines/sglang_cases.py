@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
+GATHER = "dequantize_k_cache_paged_v41"
 SERVED = ((8, 8192), (64, 8192))  # requests, and tokens of each, of the decode rows with sizes of serving
 CHUNK = 2048  # tokens of such a prefill, the second half of a prompt
 METHODS = "sglang.test.kits.attention_unittest.attention_methods"
@@ -21,7 +22,7 @@ GRAPHS = "sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_run
 PARTS = "kit", "graph", "served"  # also how the names of the last two begin
 
 # The most that a case's error may be, above what was measured on the CPU (docs/guides/engines.md).
-V4_ERROR, V32_ERROR, BF16_ERROR = 0.03, 0.065, 0.004
+V4_ERROR, V41_ERROR, V32_ERROR, BF16_ERROR = 0.03, 0.02, 0.065, 0.004
 
 
 def part_of(name: str) -> str:
@@ -83,6 +84,24 @@ def v4_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:
         yield Case(name, kit.run_dsv4_target_verify_attention_case, case, {})
     case = dataclasses.replace(own[0], name="draft", forward_mode=modes.DRAFT_EXTEND_V2, **drafts)
     yield Case("draft", kit.run_dsv4_draft_extend_attention_case, case, {})
+
+
+def v41_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:
+    """Decode, extends and prefill from gathered rows of window layers and both ratios of V4.1, and verification."""
+    own = kit.make_dsv4_cases("dsv4")[0]
+    decode = {"forward_mode": modes.DECODE, "prefix_lens": (70, 200), "extend_lens": ()}
+    extend = {"prefix_lens": (100, 40), "extend_lens": (5, 9)}
+    for ratio in (0, 1, 2):
+        for name, changes, sparse in (("decode", decode, False), ("extend", extend, False), ("prefill", extend, True)):
+            changes = changes | {"compress_ratio": ratio, "attn_sink_value": 0.3, "name": name}
+            if ratio and sparse:  # the kit chooses positions of one request
+                changes |= {"prefix_lens": (100,), "extend_lens": (5,)}
+            case = dataclasses.replace(own, **changes)
+            if ratio == 0:
+                yield Case(f"{name}, ratio 0", kit.run_dsv4_attention_case, case, {})
+            else:
+                function = kit.run_dsv4_compress_attention_case
+                yield Case(f"{name}, ratio {ratio}", function, case, {"sparse_prefill": sparse})
 
 
 def dsa_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:

@@ -159,6 +159,48 @@ def prepare_kit(kit) -> None:
     )
 
 
+def prepare_v41(kit) -> None:
+    """Gives the kit of V4 the caches that SGLang chooses for V4.1, written by the quantisers of SGLang's own tests.
+
+    Its writers are compiled at run time. The kit's reference takes compressed rows as the cache gives them back.
+    """
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
+    from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as quantisers
+
+    def pool(**options):
+        layout, compressed = pools.select_dsv4_kv_layout()
+        kit.layouts = layout, pools.resolve_compressed_kv_layout(layout, options["compression_ratios"][0], compressed)
+        return pools.DeepSeekV4TokenToKVPool(kv_layout=layout, compressed_kv_layout=compressed, **options)
+
+    def tokens(layout, rows):
+        """Of a page each: a token's values, and its scales behind them."""
+        quantise = quantisers.quantize_k_cache_v41_fp4 if layout.is_fp4 else quantisers.quantize_k_cache_v41
+        return quantise(rows.unsqueeze(1))[:, : layout.bytes_per_token].split(
+            [layout.data_bytes, layout.scale_bytes], 1
+        )
+
+    def store(layout, buffer, page_size, slots, rows):
+        data_stride, scales_at, scale_stride = layout.row_addressing(page_size)
+        page, offset = slots // page_size * buffer.shape[1], slots % page_size
+        places = page + offset * data_stride, page + scales_at + offset * scale_stride
+        for at, written in zip(places, tokens(layout, rows)):
+            buffer.view(torch.uint8).view(-1)[at[:, None] + torch.arange(written.shape[1])] = written
+
+    def of_window(self, layer_id, swa_loc, cache_nope_fp8_rope_bf16_pack):
+        buffer = self.get_swa_raw_buffer(layer_id)
+        store(self.kv_layout, buffer, self.swa_page_size, swa_loc, cache_nope_fp8_rope_bf16_pack)
+
+    def compressed(self, layer_id, loc, cache_nope_fp8_rope_bf16_pack):
+        rows, layout = cache_nope_fp8_rope_bf16_pack, self.get_extra_key_layout(layer_id)
+        store(layout, self.get_extra_key_buffer(layer_id), self.get_extra_key_page_size(layer_id), loc, rows)
+        back = quantisers.dequantize_k_cache_v41_fp4 if layout.is_fp4 else quantisers.dequantize_k_cache_v41
+        rows.copy_(back(torch.cat(tokens(layout, rows), 1), 1)[:, 0])
+
+    kit.DeepSeekV4TokenToKVPool, kit.quant_to_nope_fp8_rope_bf16_pack_triton = pool, lambda rows: rows
+    pools.DeepSeekV4TokenToKVPool.set_swa_key_buffer_radix = of_window
+    pools.DeepSeekV4TokenToKVPool.set_extra_key_buffer = compressed
+
+
 def on_the_cpu(function):
     """SGLang's function without its assertions that tensors are on a GPU; its Triton kernel is interpreted."""
     source = re.sub(r"assert \w+\.is_cuda\n", "pass\n", inspect.getsource(function))

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 from driver import ROOT, reported, skip_without
-from sglang_cases import DECODE, PREFILL, V4_ERROR, most_error
+from sglang_cases import DECODE, GATHER, PREFILL, V4_ERROR, V41_ERROR, most_error
 
 pytestmark = [pytest.mark.torch, pytest.mark.no_gpu, skip_without("sglang")]
 
@@ -23,7 +23,8 @@ def cases(which: str) -> dict:
 
 
 def test_without_the_switch_sglang_is_as_it_was():
-    assert cases("unset")["unset"] == {"wrapped": [], "imported": False}
+    found = cases("unset")["unset"]
+    assert "need an SM100" in found.pop("refused") and found == {"wrapped": [], "imported": False}
 
 
 KIT = [
@@ -53,6 +54,20 @@ def test_v4_by_ratio(name, ratio):
 def test_v4_verification_of_drafts(name):
     found = cases("v4")[name]
     assert found["served"] == {f"{DECODE} ours": 1} and found["error"] < V4_ERROR
+
+
+@pytest.mark.parametrize("layout", ["v41", "v41_new"])
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+@pytest.mark.parametrize("name", ["decode", "extend", "prefill"])
+def test_v41_from_its_own_caches(name, ratio, layout):
+    """528 bytes a token of the window, 288 of compressed rows, whose rounding the kit's reference has too."""
+    found, window, fp4 = cases(layout), layout, layout.replace("v41", "v41_fp4")
+    case = found[f"{name}, ratio {ratio}"]
+    by_prefill = name == "prefill" or (name, ratio) == ("extend", 0)
+    gathered = {f"{GATHER} ours": 1 + (ratio > 0), f"{PREFILL} ours": 1}
+    assert case["served"] == (gathered if by_prefill else {f"{DECODE} ours": 1})
+    assert case["error"] < (V4_ERROR if ratio == 0 else V41_ERROR)
+    assert found[f"caches, {name}, ratio {ratio}"]["layouts"] == [window, fp4 if ratio else window]
 
 
 PREFILLS = ["flashmla_sparse_topk", "long_extend", "multi_request"]

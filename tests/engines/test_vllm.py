@@ -12,6 +12,7 @@ from driver import reported, skip_without
 pytestmark = [pytest.mark.torch, pytest.mark.no_gpu, skip_without("vllm")]
 
 BF16 = 0.004  # of a bfloat16 result: 0.0017 measured
+FP4 = 0.12  # of rows rounded to FP4: 0.095 measured, and the interpreter's scales are coarser than a GPU's
 DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
 
 
@@ -84,6 +85,26 @@ def test_v4(batch, ratio, heads):
     assert found["served"] == {f"{DECODE} ours": 1} | ({f"{PREFILL} ours": 1} if batch == "mixed" else {})
     assert found["shape"] == [3 if batch == "decode" else 42, heads, 512] and found["page_bytes"] == 37_440
     assert found["error"] < BF16
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+@pytest.mark.parametrize("batch", ["decode", "mixed"])
+def test_v41_from_its_own_caches(batch, ratio, heads):
+    """Of 528 bytes a token of the window and 288 of compressed rows, as `--kv-cache-dtype nvfp4_ds_mla` asks for."""
+    found = cases("v41")[f"{batch}, ratio {ratio}, {heads} heads"]
+    assert found["served"] == {f"{DECODE} ours": 1} | ({f"{PREFILL} ours": 1} if batch == "mixed" else {})
+    assert found["shape"] == [3 if batch == "decode" else 42, heads, 512] and found["page_bytes"] == 32 * 528
+    assert found["error"] < BF16
+
+
+def test_the_records_of_v41():
+    """They follow the cache's type, where our backend is chosen; vLLM's writer makes FP4 rows without SM100."""
+    found, ours = cases("v41"), "JaxSparseMLAV4Attention"
+    assert found["FLASHMLA_SPARSE"] == {"layer": "DeepseekV4FlashMLAAttention", "records": False}
+    assert found["JAX_SPARSE_MLA"] == {"layer": ours, "records": False}
+    assert found["after"] == {"layer": ours, "records": True}
+    assert 0.05 < found["writer"]["error"] < FP4
 
 
 @pytest.mark.parametrize("case", ["V3.2 mixed, 16 heads", "V3.2 mixed, 64 heads", "V4 mixed, ratio 4, 16 heads"])

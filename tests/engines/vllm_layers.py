@@ -6,6 +6,7 @@ configuration is given by plain objects. Import this after vLLM's platform is wh
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from types import SimpleNamespace as Facts
 from typing import NamedTuple
@@ -70,15 +71,19 @@ def slots_of(table: torch.Tensor, requests, positions: torch.Tensor, block_size:
     return table[requests, positions // block_size].long() * block_size + positions % block_size
 
 
-def fill(cache: torch.Tensor, table: torch.Tensor, lens: list[int], values: int) -> torch.Tensor:
+def fill(
+    cache: torch.Tensor, table: torch.Tensor, lens: list[int], values: int, layout: str | None = None
+) -> torch.Tensor:
     """Writes random rows for each request; the cache's rows as numbers, `[slots, values]`."""
     from sparse_mla_torch import ops
 
     (pages, block_size), device = cache.shape[:2], cache.device
     slots = torch.cat([slots_of(table, i, torch.arange(n, device=device), block_size) for i, n in enumerate(lens)])
     if len(slots):
-        ops.write_kv(cache.unsqueeze(2), slots.int(), torch.randn(len(slots), values, device=device).bfloat16())
-    return ops.gather_kv(cache.unsqueeze(2), torch.arange(pages * block_size, dtype=torch.int32, device=device)).float()
+        rows = torch.randn(len(slots), values, device=device).bfloat16()
+        ops.write_kv(cache.unsqueeze(2), slots.int(), rows, layout)
+    slots = torch.arange(pages * block_size, dtype=torch.int32, device=device)
+    return ops.gather_kv(cache.unsqueeze(2), slots, layout).float()
 
 
 def attend(q: torch.Tensor, keys: torch.Tensor, scale: float, sink: torch.Tensor | None = None) -> torch.Tensor:
@@ -176,13 +181,23 @@ class V32:
 
 
 class V4:
-    """Layers of DeepSeek-V4, one of each compress ratio, through the class that vLLM's model takes for a backend."""
+    """Layers of DeepSeek-V4, one of each compress ratio, through the class that vLLM's model takes for a backend.
 
+    Attributes:
+      RATIOS: of the layers; the first has the window alone.
+      CHOSEN: of the layers that attend to chosen entries, not to all.
+      RECORDS: bytes a token and names of our layouts (None: told by the bytes), of the window's and compressed rows.
+    """
+
+    MODEL, CACHE_UTILS = "vllm.models.deepseek_v4.nvidia.model", "vllm.models.deepseek_v4.common.ops.cache_utils"
     WINDOW, SWA_BLOCK, BLOCK = 128, 64, 256
+    RATIOS, CHOSEN = (1, 4, 128), (4,)
+    DTYPE, ALIGNMENT = "fp8_ds_mla", 576
+    RECORDS = ((584, None), (584, None))
 
     def __init__(self, heads: int, backend: str, device: torch.device, *, topk: int = 128, max_len: int = 1024):
         model = Facts(
-            **{"index_topk": topk, "sliding_window": self.WINDOW, "compress_ratios": [0, 4, 128]},
+            **{"index_topk": topk, "sliding_window": self.WINDOW, "compress_ratios": [0, *self.RATIOS[1:]]},
             **{"num_attention_heads": heads, "head_dim": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 3},
             model_type="deepseek_v4",
         )
@@ -190,27 +205,30 @@ class V4:
             model_config=Facts(hf_config=model, hf_text_config=model, max_model_len=max_len, dtype=torch.bfloat16),
             use_v2_model_runner=True,
             kernel_config=Facts(enable_jit_warmup=False),
-            cache_config=Facts(block_size=self.BLOCK, cache_dtype="fp8_ds_mla"),
+            cache_config=Facts(block_size=self.BLOCK, cache_dtype=self.DTYPE),
             compilation_config=Facts(static_forward_context={}),
             attention_config=Facts(hisparse_config=None, backend=AttentionBackendEnum[backend]),
         )
         vllm_config._current_vllm_config = config
         init_workspace_manager(device, 1)
-        import vllm.models.deepseek_v4.common.ops.cache_utils as cache_utils
-        import vllm.models.deepseek_v4.nvidia.model as model_module
-
-        cache_utils.has_cutedsl = lambda: False  # Triton's gather, and not CuTe DSL's
+        # Triton's gather, and not CuTe DSL's.
+        importlib.import_module(self.CACHE_UTILS).has_cutedsl = lambda: False
         self.heads, self.device, self.topk, self.max_len = heads, device, topk, max_len
-        self.layer_class = model_module._select_dsv4_attn_cls(config)
+        self.layer_class = importlib.import_module(self.MODEL)._select_dsv4_attn_cls(config)
         self.padded = self.layer_class.get_padded_num_q_heads(heads)
+        (window_bytes, _), (compressed_bytes, _) = self.RECORDS
         common = {
-            **{"num_kv_heads": 1, "head_size": 512, "dtype": torch.uint8, "cache_dtype_str": "fp8_ds_mla"},
-            **{"state_content_bytes": 584, "alignment": 576, "model_version": "deepseek_v4"},
+            **{"num_kv_heads": 1, "head_size": 512, "dtype": torch.uint8, "cache_dtype_str": self.DTYPE},
+            **{"alignment": self.ALIGNMENT, "model_version": "deepseek_v4"},
         }
-        self.specs = {1: SlidingWindowMLASpec(block_size=self.SWA_BLOCK, sliding_window=self.WINDOW, **common)}
-        builders = {1: self.layer_class.swa_backend_cls.get_builder_cls()}
-        for ratio in (4, 128):
-            self.specs[ratio] = MLAAttentionSpec(block_size=self.BLOCK, tokens_per_state=ratio, **common)
+        window = {"sliding_window": self.WINDOW, "state_content_bytes": window_bytes}
+        alone, *compressing = self.RATIOS
+        self.specs = {alone: SlidingWindowMLASpec(block_size=self.SWA_BLOCK, **window, **common)}
+        builders = {alone: self.layer_class.swa_backend_cls.get_builder_cls()}
+        for ratio in compressing:
+            self.specs[ratio] = MLAAttentionSpec(
+                block_size=self.BLOCK, tokens_per_state=ratio, state_content_bytes=compressed_bytes, **common
+            )
             builders[ratio] = self.layer_class.backend_cls.get_builder_cls()
         self.builders = {
             ratio: builder(self.specs[ratio], [f"layer {ratio}"], config, device) for ratio, builder in builders.items()
@@ -218,34 +236,38 @@ class V4:
 
     def cache(self, ratio: int, rows: int, pages: int) -> torch.Tensor:
         """As vLLM has it: pages of so many rows, each page padded."""
-        step = self.specs[ratio].page_size_bytes
+        step, width = self.specs[ratio].page_size_bytes, self.RECORDS[ratio != self.RATIOS[0]][0]
         memory = torch.zeros(pages * step, dtype=torch.uint8, device=self.device)
-        return memory.as_strided((pages, rows, 584), (step, 584, 1))
+        return memory.as_strided((pages, rows, width), (step, width, 1))
+
+    def facts(self, ratio: int) -> dict:
+        """What a layer of this model has besides."""
+        return {"prefix": "layer", "kv_cache": None, "max_image_tokens": 0}
 
     def call(self, ratio: int, query_lens: list[int], seq_lens: list[int]) -> LayerCall:
-        batch = Batch(query_lens, seq_lens, self.device)
+        batch, alone = Batch(query_lens, seq_lens, self.device), self.RATIOS[0]
         swa_tables, tables = batch.tables(self.SWA_BLOCK), batch.tables(self.BLOCK)
-        metadata = {"swa": self.builders[1].build(0, swa_tables)}
+        metadata = {"swa": self.builders[alone].build(0, swa_tables)}
         swa_table, table = swa_tables.block_table_tensor, tables.block_table_tensor
-        swa = self.cache(1, self.SWA_BLOCK, int(swa_table.max()) + 2)
-        swa_rows = fill(swa, swa_table, seq_lens, 512)
+        swa = self.cache(alone, self.SWA_BLOCK, int(swa_table.max()) + 2)
+        swa_rows = fill(swa, swa_table, seq_lens, 512, self.RECORDS[0][1])
         layer = object.__new__(self.layer_class)
         torch.nn.Module.__init__(layer)
         topk = torch.full((MAX_TOKENS, self.topk), -1, dtype=torch.int32, device=self.device)
         sink = torch.zeros(self.padded, device=self.device)
         sink[: self.heads] = torch.randn(self.heads, device=self.device)
         facts = {
-            **{"prefix": "layer", "compress_ratio": ratio, "swa_cache_layer": Facts(prefix="swa", kv_cache=swa)},
-            **{"kv_cache": None, "scale": 512**-0.5, "window_size": self.WINDOW, "max_image_tokens": 0},
+            **{"compress_ratio": ratio, "swa_cache_layer": Facts(prefix="swa", kv_cache=swa)},
+            **{"scale": 512**-0.5, "window_size": self.WINDOW},
             **{"max_num_batched_tokens": MAX_TOKENS, "max_model_len": self.max_len, "topk_indices_buffer": topk},
             "attn_sink": sink,
         }
-        layer.__dict__.update(facts)
-        if ratio > 1:
+        layer.__dict__.update(facts | self.facts(ratio))
+        if ratio != alone:
             rows_of_block = self.BLOCK // ratio
             metadata["layer"] = self.builders[ratio].build(0, tables)
             layer.__dict__["kv_cache"] = self.cache(ratio, rows_of_block, int(table.max()) + 2)
-            rows = fill(layer.kv_cache, table, [n // ratio for n in seq_lens], 512)
+            rows = fill(layer.kv_cache, table, [n // ratio for n in seq_lens], 512, self.RECORDS[1][1])
             choose(topk[: batch.tokens], [(position + 1) // ratio for position in batch.positions.tolist()])
         q = torch.zeros(batch.tokens, self.padded, 512, dtype=torch.bfloat16, device=self.device)
         q[:, : self.heads] = torch.randn(batch.tokens, self.heads, 512, device=self.device) / 2
@@ -254,9 +276,9 @@ class V4:
         for token, (request, position) in enumerate(zip(batch.requests.tolist(), batch.positions.tolist())):
             window = torch.arange(max(0, position - self.WINDOW + 1), position + 1, device=self.device)
             keys = swa_rows[slots_of(swa_table, request, window, self.SWA_BLOCK)]
-            if ratio > 1:
+            if ratio != alone:
                 all_of_them = torch.arange((position + 1) // ratio, device=self.device)
-                chosen = topk[token][topk[token] >= 0].long() if ratio == 4 else all_of_them
+                chosen = topk[token][topk[token] >= 0].long() if ratio in self.CHOSEN else all_of_them
                 keys = torch.cat([keys, rows[slots_of(table, request, chosen, rows_of_block)]])
             wanted[token] = attend(q[token, : self.heads], keys, layer.scale, sink[: self.heads])
 
@@ -268,3 +290,20 @@ class V4:
             return out[:, : self.heads]
 
         return LayerCall(function, wanted, swa.stride(0))
+
+
+class V41(V4):
+    """Layers of DeepSeek-V4.1 with its native caches; a compressing layer is its own KV source."""
+
+    MODEL, CACHE_UTILS = "vllm.models.deepseek_v41.nvidia.model", "vllm.models.deepseek_v41.common.ops.cache_utils"
+    SWA_BLOCK, RATIOS, CHOSEN = 32, (0, 1, 2), (1, 2)
+    DTYPE, ALIGNMENT = "nvfp4_ds_mla", 512
+    RECORDS = ((528, "V41_FP8"), (288, "V41_FP4"))
+
+    def facts(self, ratio: int) -> dict:
+        source = "layer" if ratio else None
+        return {"use_pcp": False, "compressed_cache_prefix": source, "kv_cache": None, "kv_source_layer_id": 0} | {
+            "layer_id": 0,
+            "_prefill_num_heads": self.padded,
+            "is_kv_source": bool(ratio),
+        }

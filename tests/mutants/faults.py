@@ -115,6 +115,16 @@ fault("selection-last-chunk", "the last chunk of rows gives its first rows again
 fault = of("jax_sparse_mla/indexer/candidates.py", "tests/indexer/test_candidates.py")
 fault("candidates-newest", "the block of the newest token is not always a candidate",
       "(lengths[:, None] - 1) // block_size", "lengths[:, None] // block_size")
+fault = of("jax_sparse_mla/indexer/triton_candidates.py", "tests/indexer/test_triton_candidates.py")
+fault("triton-candidates-newest", "Triton: the block of the newest token is not always a candidate",
+      "block == count - 1", "block == count")
+fault("triton-candidates-page", "Triton: a page that does not exist has keys",
+      "(page >= 0) & (page < num_pages)", "page >= 0")
+fault = of("jax_sparse_mla/indexer/triton_scores.py", "tests/indexer/test_triton_candidates.py")
+fault("triton-runs-place", "Triton: all runs of a page are its first",
+      "offset += run % runs_of_page * RUN", "offset += 0")
+fault = of("jax_sparse_mla/indexer/triton_fp4.py", "tests/indexer/test_triton_fp4_keys.py")
+fault("triton-fp4-zero", "Triton: SGLang's FP4 keys keep −0", "if not KEEPS_ZERO:", "if KEEPS_ZERO:")
 fault = of("jax_sparse_mla/indexer/triton_scores.py", "tests/indexer/test_triton_indexer.py")
 fault("triton-indexer-length", "Triton indexer: a key past the row's length has a logit",
       "(column[:, None] < limit[None, :])", "(column[:, None] <= limit[None, :])")
@@ -595,6 +605,13 @@ fault("plugin-prefill-left", "ours is asked again for the prefill of V3.2 that i
       "if _unpadded.left:", "if False:")
 fault("plugin-prefill-lengths", "lengths of other rows are taken", "and len(topk_length) == len(q_all)", "")
 fault("plugin-warm-up", "prefill of all ranks' heads is prepared", " // module.get_parallel().attn_tp_size", "")
+fault = of("interop/sparse_mla_torch/plugins/sglang_v41.py", "tests/torch_face/test_sglang_v41.py")
+fault("plugin-v41-order", "SGLang's V4.1 caches are read in the other order of bytes",
+      'get("use_legacy", True)', 'get("use_legacy", False) is False')
+fault("plugin-v41-no-rope", "V3.2's rows without rope are taken for V4.1's",
+      'or isinstance(arguments["tile_scheduler_metadata"], torch.Tensor)', "")
+fault = of("interop/sparse_mla_torch/plugins/vllm_v41.py", "tests/torch_face/test_vllm_v41.py")
+fault("plugin-v41-tie", "vLLM's FP4 writer: a tie goes to the odd code", "size > 2.5", "size >= 2.5")
 fault = of("interop/sparse_mla_torch/plugins/short_prefill.py", "tests/torch_face/test_short_prefill.py")
 fault("short-prefill-override", "a backend that is named for prefill is not asked",
       'override_of("prefill") is not None or ', "")

@@ -29,6 +29,7 @@ from jax_sparse_mla.attention.triton.kernel import combine_kernel, sparse_mla_ke
 from jax_sparse_mla.attention.triton.launch import CallShape, launches
 from jax_sparse_mla.compressor import triton as compressor
 from jax_sparse_mla.indexer import triton as indexer
+from jax_sparse_mla.indexer import triton_candidates, triton_fp4
 from jax_sparse_mla.indices import triton as indices
 from jax_sparse_mla.indices import triton_ownership
 from jax_sparse_mla.indices.topk import triton as topk
@@ -238,10 +239,29 @@ def indexer_cases(capability):
             pointers = types(plan.kernel, q_ptr="*bf16" if fp4 else e4m3, out_ptr="*fp32")
             name = f"logits{' of FP4 keys' * fp4} {rows} {heads} {page_size}"
             yield name, plan.kernel, pointers, plan.constants | fp8 | {"FILL": True}
+        plan = indexer.plan_logits(rows, 32, 2048, 64, 132, run=8, fp4=True)
+        pointers = types(plan.kernel, q_ptr="*bf16", out_ptr="*fp32")
+        yield f"logits of runs {rows}", plan.kernel, pointers, plan.constants | fp8 | {"FILL": False}
+    yield from recorded(capability, "64", candidate_kernels, 64)
+    for hadamard in (False, True):
+        yield from recorded(capability, f"fp4 {hadamard}", fp4_quantisers, hadamard)
     for ratio, head_dim, rows in ((4, 512, 64), (4, 128, 2048), (128, 512, 8192)):
         yield from recorded(capability, f"{ratio} {head_dim}", compress, ratio, head_dim, rows)
     for ratio, rows, layers in ((0, 8, 1), (4, 8, 43), (128, 8, 43)):
         yield from recorded(capability, f"{ratio} {rows}", write_layer, ratio, rows, layers)
+
+
+def candidate_kernels(execute, rows):
+    triton_candidates.block_scores(execute, Array((rows, 65_536)), Array((rows,), "int32"), block_size=8)
+    blocks, table = Array((rows, 2048), "int32"), Array((rows, 1024), "int32")
+    sizes = {"block_size": 8, "page_size": 64, "num_pages": 4096}
+    triton_candidates.candidate_runs(execute, blocks, table, Array((rows,), "int32"), **sizes)
+
+
+def fp4_quantisers(execute, hadamard):
+    triton_fp4.round_queries_to_fp4(execute, Array((64, 32, 128), "bfloat16"), hadamard=hadamard)
+    arrays = Array((9, 64 * 68), "uint8"), Array((64,), "int32"), Array((64, 128))
+    triton_fp4.write_index_k(execute, *arrays, hadamard=hadamard, least_exponent=-13, keeps_zero=False)
 
 
 def recorded(capability, name, function, *arguments):

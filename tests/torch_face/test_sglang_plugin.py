@@ -276,7 +276,7 @@ def test_a_decode_that_takes_other_arguments_keeps_its_padding(sglang, monkeypat
     [
         ({"indices": None}, "dense decode"),
         ({"kv_format": "V32_NO_ROPE"}, "kv_format"),
-        ({"k_cache": torch.zeros(3, 64, 1, 528, dtype=torch.uint8)}, "k_cache must be"),
+        ({"k_cache": torch.zeros(3, 64, 1, 352, dtype=torch.uint8)}, "k_cache must be"),
         ({"descale_q": torch.ones(1)}, "descale_q"),
     ],
 )

@@ -196,7 +196,7 @@ def launch_logits(
 def _cuda_kernel(device: torch.device, fp4: bool, rows: int, heads: int, page_size: int) -> tuple[str, str] | None:
     """The kernel and architecture of the CUDA binary that serves logits of these sizes; None: Triton's kernels do."""
     info, kind = DeviceInfo("cuda", torch.cuda.get_device_capability(device)), ("bfloat16", "FP4")
-    call = Call(info, *(kind if fp4 else ("float8_e4m3fn", "FP8")), rows, heads, page_size)
+    call = Call(info, *(kind if fp4 else ("float8_e4m3fn", "FP8")), rows, heads, page_size, page_size)
     return first_able(LOGITS_BACKENDS, call, "index_logits", "torch").binary("index_logits", info)
 
 

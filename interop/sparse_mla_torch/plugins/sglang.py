@@ -69,15 +69,16 @@ def _register() -> str | None:
         return f"its version {__version__} is none of {', '.join(TESTED)}"
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    module = importlib.import_module(MODULE)
-    for name, parameters in (("flash_mla_with_kvcache", _DECODE), ("flash_mla_sparse_fwd", _PREFILL)):
-        if why := _differs(getattr(module, name), name, parameters):
-            return why
-    from sparse_mla_torch.plugins import calls
+    from sparse_mla_torch.plugins import calls, sglang_v41
 
+    hooks = [(MODULE, flash_mla_with_kvcache, _DECODE), (MODULE, flash_mla_sparse_fwd, _PREFILL)]
+    hooks += sglang_v41.HOOKS if sglang_v41.is_asked_for() else ()
+    for module, hook, parameters in hooks:
+        if why := _differs(getattr(importlib.import_module(module), hook.__name__), hook.__name__, parameters):
+            return why
     calls.log_under("sglang")
-    for hook in (flash_mla_with_kvcache, flash_mla_sparse_fwd):
-        HookRegistry.register(f"{MODULE}.{hook.__name__}", hook, HookType.AROUND)
+    for module, hook, _ in hooks:
+        HookRegistry.register(f"{module}.{hook.__name__}", hook, HookType.AROUND)
     when_imported(V32_BACKEND, _without_v32s_padding, log)
     when_imported(V4_BACKEND, _keep_heads, log)
     _registered.append(MODULE)
@@ -209,8 +210,10 @@ _PREFILL = ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length",
 def _decode(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of padded queries have only the heads that are no padding, which are those that SGLang takes."""
     from sparse_mla_torch import flash_mla
+    from sparse_mla_torch.plugins import sglang_v41
 
     arguments = dict(zip(_DECODE, args)) | kwargs
+    arguments["kv_layout"] = sglang_v41.layout_of(arguments)
     arguments["q"], arguments["attn_sink"] = _without_padding(arguments["q"], arguments.get("attn_sink"))
     # With a schedule of tensors SGLang does not say that an indexed cache is FP8.
     arguments["is_fp8_kvcache"] = arguments.get("is_fp8_kvcache") or None

@@ -1,4 +1,4 @@
-"""vLLM's DeepSeek-V4 layer with our kernels where it calls FlashMLA, and with heads that are not padded."""
+"""vLLM's layers of DeepSeek-V4 and V4.1 with our kernels where they call FlashMLA, and with heads not padded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sparse_mla_torch import flash_mla
-from sparse_mla_torch.plugins import calls
+from sparse_mla_torch.plugins import calls, vllm_v41
 
 _LAYER = "DeepseekV4FlashMLAAttention"
 _CALLERS = {"_forward_decode": "flash_mla_with_kvcache", "_forward_prefill": "flash_mla_sparse_fwd"}
@@ -65,6 +65,8 @@ def attention_class(theirs: type) -> type:
 def _serve(name: str, theirs: Callable[..., Any], **kwargs: Any) -> Any:
     ours = getattr(flash_mla, name)
     padded = functools.partial(_padded, name, theirs, **kwargs)
+    if name == "flash_mla_with_kvcache":
+        ours = functools.partial(ours, kv_layout=vllm_v41.layout_of(kwargs["k_cache"]))
     return calls.ours_or_theirs(name, lambda: ours(**kwargs, beside_flashmla=True), padded)
 
 
