@@ -187,7 +187,7 @@ def test_positions_out_and_in(ratio):
     assert (replayed[live] != plain[live]).any()
     with pytest.raises(ValueError, match="selected must have shape"):
         layer(selected=selected[:, :5].contiguous())
-    with pytest.raises(TypeError, match="selected must be a torch.Tensor, int32"):
+    with pytest.raises(TypeError, match=r"selected must be a torch\.Tensor, int32"):
         layer(selected=selected.long())
 
 
