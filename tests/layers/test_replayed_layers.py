@@ -71,7 +71,7 @@ def test_the_indexer_of_a_replayed_step_is_not_read():
     np.testing.assert_array_equal(replayed.index_k, cache.index_k)
     assert np.asarray(replayed.index_k).any()
     with pytest.raises(
-        TypeError, match="rows.index_q must be given with rows.index_k, or else index_scores or selected"
+        TypeError, match=r"rows\.index_q must be given with rows.index_k, or else index_scores or selected"
     ):
         step(*arguments, ratio=None, gathered=False)
 

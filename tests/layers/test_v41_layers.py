@@ -99,7 +99,7 @@ def empty(spec=SPEC, **sizes):
 
 @functools.partial(jax.jit, static_argnames=("gathered", "spec"), donate_argnums=0)
 def step(pools, rows, params, batch, tables, replayed=None, *, gathered, spec=SPEC):
-    """All layers, one after the other: `([(out, selection)], pools, overflow)`. `replayed`: positions of some layers."""
+    """All layers, one by one: `([(out, selection)], pools, overflow)`. `replayed`: positions of some layers."""
     shared = layers.prepare_v4_step(spec, batch, tables, gathered=gathered)
     found, sources, selected = [], {}, None
     for layer, (pool, place), of_layer, own in zip(LAYERS, PLACES, rows, params):
@@ -344,7 +344,7 @@ def test_replayed_positions(gathered):
     others, *_ = step(empty(), *arguments, moved, gathered=gathered)
     differ = [(np.asarray(a, np.float32) != np.asarray(b, np.float32)).any() for (a, _), (b, _) in zip(found, others)]
     assert differ == [False, False, True, True, False, False, False]  # layer 3 takes the selection of layer 2
-    with pytest.raises(TypeError, match="selected.blocks must be given in layer 6"):
+    with pytest.raises(TypeError, match=r"selected\.blocks must be given in layer 6"):
         step(empty(), *arguments, {4: chosen[4]}, gathered=gathered)
 
 
