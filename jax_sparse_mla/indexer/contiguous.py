@@ -75,7 +75,7 @@ def contiguous_index_logits(
 
 @functools.partial(jax.jit, static_argnames="fp8")
 def _of_checked(q, weights, keys, row_starts, lengths, *, fp8):
-    if q.size == 0 or keys.size == 0:
+    if 0 in (len(q), len(keys)):
         return jnp.full((q.shape[0], keys.shape[0]), -jnp.inf, jnp.float32)
     if not fp8:
         return _logits(*varying_alike((q, weights, keys, row_starts, lengths)))
@@ -156,8 +156,7 @@ def _over_blocks(block, carry, q, weights, keys, row_starts, lengths, *, once: b
     The last block of either begins earlier where it is not filled. `once`: what it has again it does not see again.
     """
     (rows, heads, _), columns = q.shape, keys.shape[0]
-    of_block = min(columns, MAX_COLUMNS)
-    rows_of_block = max(1, min(rows, CHUNK_BYTES // (4 * heads * of_block)))
+    rows_of_block, of_block = block_sizes(rows, heads, columns)
     in_row = -(-columns // of_block)
     starts, ends = _windows(columns, row_starts, lengths)
 
@@ -178,6 +177,12 @@ def _over_blocks(block, carry, q, weights, keys, row_starts, lengths, *, once: b
 
     carry = jax.tree.map(lambda x: varying_like(x, q), carry)
     return lax.fori_loop(0, -(-rows // rows_of_block) * in_row, turn, carry)
+
+
+def block_sizes(rows: int, heads: int, columns: int) -> tuple[int, int]:
+    """The rows and the columns of a block."""
+    of_columns = min(columns, MAX_COLUMNS)
+    return max(1, min(rows, CHUNK_BYTES // (4 * max(1, heads) * of_columns))), of_columns
 
 
 def _scores(q, keys):
