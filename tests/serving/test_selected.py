@@ -10,6 +10,7 @@ import pytest
 from jax_sparse_mla import DEEPSEEK_V32, ForwardMode
 from jax_sparse_mla.serving import Model
 from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.mesh import Schedulers
 from jax_sparse_mla.serving.presets import CONFIGS
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions, Scheduler
@@ -221,6 +222,10 @@ def test_what_is_refused():
             none.check(Request([1], 2, **fields))
         with pytest.raises(ValueError, match=f"has {name}, and what an imported request has attended to"):
             scheduler.check(Request([1], 2, row=0, computed=1, **fields))
+        with pytest.raises(
+            ValueError, match="has return_selected or replay, which an engine over a mesh does not serve"
+        ):
+            Schedulers([scheduler]).submit(Request([1], 2, **fields))
 
 
 def test_a_step_replays_all_of_its_rows_or_none():

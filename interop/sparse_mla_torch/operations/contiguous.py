@@ -21,7 +21,7 @@ from sparse_mla_torch.operations.indexer import quantize_index_q
 def contiguous_index_logits(
     q: Tensor, weights: Tensor, keys: Tensor, row_starts: Tensor, lengths: Tensor, *, fp8: bool = False
 ) -> Tensor:
-    """Torch's `jax_sparse_mla.contiguous_index_logits`, which `torch.autograd` differentiates.
+    """Torch's `jax_sparse_mla.indexer.contiguous_index_logits`, which `torch.autograd` differentiates.
 
     Blocks that no row sees are computed, too: to leave them out the host would have to wait.
     """
