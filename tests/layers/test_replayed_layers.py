@@ -33,6 +33,7 @@ def bits(tree):
     return [np.asarray(x).view(np.uint8) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.always("None-False", "4-True")
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("ratio", [None, 4])
 def test_a_replayed_step_equals_the_first_to_the_bit(ratio, gathered):

@@ -323,8 +323,8 @@ def assert_as_by_decode_steps(found, parts):
                 np.testing.assert_array_equal(got, want, err_msg=f"ratio {ratio}: {name}")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.always(1)
+@pytest.mark.parametrize("gathered", [False, True])
 def test_replayed_positions(gathered):
     """Of all index sources: the same outputs and caches to the bit. Others give other outputs, in their layer and in
     those that follow it; a layer that scores blocks must be replayed with their source."""
@@ -348,6 +348,7 @@ def test_replayed_positions(gathered):
         step(empty(), *arguments, {4: chosen[4]}, gathered=gathered)
 
 
+@pytest.mark.long
 def test_a_verify_step_is_as_many_decode_steps():
     """Every draft is accepted."""
     found = serve([*STEPS[: len(PREFILL)], verifying(0), verifying(DRAFTS)], max_draft_tokens=DRAFTS)
