@@ -329,7 +329,7 @@ def test_replayed_positions(gathered):
     """Of all index sources: the same outputs and caches to the bit. Others give other outputs, in their layer and in
     those that follow it; a layer that scores blocks must be replayed with their source."""
     _, params, tables = model()
-    batch, rows, _ = make_step(EXTEND, [(0, 0, 70), (1, 0, 40)], 112)
+    rows, batch, _ = make_step(EXTEND, [(0, 0, 70), (1, 0, 40)], 112)
     sources = [layer.index for layer in LAYERS if layer.is_index_source]
     arguments = rows, params, batch, tables
     found, pools, _ = step(empty(), *arguments, gathered=gathered)
