@@ -170,7 +170,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._unread_steps = 0
         self._read_last = False  # whether the latest step read prompts
-        self._replayed_last = False
+        self._replayed: dict[ForwardMode, bool] = {}  # whether the latest step of a mode replayed
         self._restored: list[tuple[int, int]] = []
         self._held_back: Request | None = None  # which has been counted as queued
 
@@ -298,13 +298,13 @@ class Scheduler:
         ready = [r for r in self.running if not r.in_prefill and len(r.output) + r.unread < r.max_new_tokens]
         prefill = [r for r in self.running if r.in_prefill]
         if prefill and not (ready and self._read_last):
-            return ForwardMode.EXTEND, self._chunks(self._alike(prefill))
-        return mode, [(request, count) for request in self._alike(ready)]
+            return ForwardMode.EXTEND, self._chunks(self._alike(ForwardMode.EXTEND, prefill))
+        return mode, [(request, count) for request in self._alike(mode, ready)]
 
-    def _alike(self, requests: list[Request]) -> list[Request]:
-        """Those that replay or those that select, which take turns where there are both."""
+    def _alike(self, mode: ForwardMode, requests: list[Request]) -> list[Request]:
+        """Those that replay or those that select, which take turns in the steps of a mode where there are both."""
         replays = {request.replays for request in requests}
-        turn = not self._replayed_last if len(replays) > 1 else True in replays
+        turn = not self._replayed.get(mode, False) if len(replays) > 1 else True in replays
         return [request for request in requests if request.replays == turn]
 
     def complete(
@@ -486,7 +486,7 @@ class Scheduler:
             request.unread += samples[-1]
         restored, self._restored = self._restored, []
         self._unread_steps += 1
-        self._read_last, self._replayed_last = mode is ForwardMode.EXTEND, replays
+        self._read_last, self._replayed[mode] = mode is ForwardMode.EXTEND, replays
         return StepPlan(
             mode=mode,
             requests=requests,
