@@ -109,8 +109,6 @@ fault("index-key-floor", "a key of zeros has a scale of 0",
 fault = of("jax_sparse_mla/indexer/keys.py", "tests/indexer/test_index_formats.py")
 fault("index-fp4-exponent", "FP4 keys: a group whose largest value is 6 · 2^k takes the next scale",
       "(amax & MANTISSA_MASK) > _MANTISSA_OF_1_5", "(amax & MANTISSA_MASK) >= _MANTISSA_OF_1_5")
-fault = of("jax_sparse_mla/indexer/contiguous.py", "tests/indexer/test_contiguous_logits.py")
-fault("contiguous-twice", "the gradient counts the columns that two blocks share twice", " & (at >= column)", "")
 fault = of("jax_sparse_mla/indexer/select.py", "tests/indexer/test_index_topk.py")
 fault("selection-last-chunk", "the last chunk of rows gives its first rows again",
       "x[-1, chunk - left :]", "x[-1, :left]")
