@@ -82,8 +82,10 @@ def v4_layer(
     spec: ModelSpec,
     ratio: int,
     batch_invariant: bool = False,
+    selected: torch.Tensor | None = None,
+    return_selected: bool = False,
     on_plan: Callable[[Plan], None] = lambda plan: None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
     """One V4 layer's attention, of a step whose requests have a row each, or drafts; the caches are updated in place.
 
     Args:
@@ -93,10 +95,13 @@ def v4_layer(
       batch, metadata: the step's, shared by all layers, `metadata` of `prepare_v4_step`.
       spec: the model. ratio: the layer's compress ratio.
       batch_invariant: as in `jax_sparse_mla.layers.v4_layer`.
+      selected: int32 `[T, index_topk]`, positions that a layer of ratio 4 attends to instead of selecting, as there.
+      return_selected: whether to return the positions as well: what the layer has attended to, None where it does not
+        select. They take a product more than the slots that a step needs.
       on_plan: called with the plan of the attention: which backend, and why.
 
     Returns:
-      out bfloat16 `[T, heads, 512]`, rope not yet taken back.
+      out bfloat16 `[T, heads, 512]`, rope not yet taken back; with `return_selected` `(out, positions)`.
 
     Raises:
       TypeError: what this ratio needs is missing, or a tensor of another dtype.
@@ -105,6 +110,8 @@ def v4_layer(
     """
     kind, of_layer = spec.kind(ratio), LayerStep(batch, metadata)
     check_v4_layer(ArgumentChecks("v4_layer"), cache, rows, params, of_layer, spec=spec, kind=kind)
+    if selected is not None and kind.selects != "own":
+        raise ValueError(f"v4_layer: selected must be None in a layer of ratio {ratio}, which does not select")
     cache, params, step = cache.alone(), params.alone(), step_of(of_layer, kind)
     _check_tensors(cache, rows, params, step, spec=spec, kind=kind)
     if why := kernel_obstacle(cache, rows, params, step, kind=kind, rows_each=rows_each(of_layer)):
@@ -118,11 +125,13 @@ def v4_layer(
             slots = part.page_indices
             if kind.selected:
                 keys = written.index_q, written.index_weights, _pages(cache.index_k), metadata.page_table, part.lengths
-                slots = _selected(*keys, spec, spec.page_size // ratio, batch_invariant)
+                given = selected, return_selected
+                slots, selected = _selected(*keys, *given, spec, spec.page_size // ratio, batch_invariant)
             extra = _rows_of(cache.compressed), slots[:, None], part.topk_lengths
         window = _rows_of(cache.swa), metadata.swa_page_indices[:, None], metadata.swa_topk_lengths
         tensors = rows.q[:, None], *window, *extra, written.attn_sink
-        return _attend("v4_layer", spec, on_plan, batch_invariant, *tensors)
+        out = _attend("v4_layer", spec, on_plan, batch_invariant, *tensors)
+        return (out, selected) if return_selected else out
 
 
 def v32_layer(
@@ -134,17 +143,21 @@ def v32_layer(
     spec: ModelSpec,
     slots: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    selected: torch.Tensor | None = None,
+    return_selected: bool = False,
     on_plan: Callable[[Plan], None] = lambda plan: None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """One V3.2 or GLM-5 layer's attention in a DECODE step; the caches are updated in place.
 
     Args:
       cache, rows, batch, spec, batch_invariant, on_plan: as in `v4_layer`.
       metadata: of `sparse_mla_torch.operations.metadata.build_v32_metadata`.
       slots: int32 `[T, index_topk]`, what the last layer with an indexer returned; for a layer without one only.
+      selected, return_selected: as in `v4_layer`; for a layer with an indexer only.
 
     Returns:
-      out bfloat16 `[T, heads, 512]`, in the latent space; and the slots that it attended to.
+      out bfloat16 `[T, heads, 512]`, in the latent space; the slots that it attended to; with `return_selected` their
+      positions, too.
 
     Raises:
       TypeError: what the layer needs is missing, or a tensor of another dtype.
@@ -160,6 +173,8 @@ def v32_layer(
         )
     if (rows.index_k is None) != (slots is not None):
         raise check.fail(f"needs rows of an indexer or slots, got {'neither' if slots is None else 'both'}")
+    if slots is not None and (return_selected or selected is not None):
+        raise check.fail("selected and return_selected are of layers with an indexer, got slots")
     # Checks the caches too; that slots are given it knows as `index_scores`.
     check_v32_layer(cache, rows, batch, slots, None, None, spec=spec)
     cache = cache.alone()
@@ -173,21 +188,44 @@ def v32_layer(
             write_index_k(keys, metadata.out_cache_loc, rows.index_k)
             index_q, scale = quantize_index_q(rows.index_q)
             keys = index_q, rows.index_weights * scale, keys, metadata.page_table, lengths
-            slots = _selected(*keys, spec, spec.page_size, batch_invariant)
+            given = selected, return_selected
+            slots, selected = _selected(*keys, *given, spec, spec.page_size, batch_invariant)
         check("slots", slots, (num_rows, spec.index_topk))
         tensors = q[:, None], _rows_of(cache.kv), slots[:, None], metadata.topk_lengths, None, None, None, None
-        return _attend("v32_layer", spec, on_plan, batch_invariant, *tensors), slots
+        out = _attend("v32_layer", spec, on_plan, batch_invariant, *tensors)
+        return (out, slots, selected) if return_selected else (out, slots)
 
 
-def _selected(q, weights, keys, page_table, lengths, spec: ModelSpec, page_size: int, batch_invariant: bool):
-    """The slots of the entries that the indexer selects; no logit past a row's length is made."""
-    return index_topk(
-        *(q, weights, keys, page_table, lengths, spec.index_topk),
-        method=TopkTransform.PAGED,
-        kv_page_table=page_table,
-        page_size=page_size,
-        batch_invariant=batch_invariant,
-    )
+def _selected(
+    q,
+    weights,
+    keys,
+    page_table,
+    lengths,
+    selected: torch.Tensor | None,
+    return_selected: bool,
+    spec: ModelSpec,
+    page_size: int,
+    batch_invariant: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The slots of the entries that the indexer selects, or of the given positions; no logit past a row's length is
+    made. With the positions, where they are wanted or given; those that a row does not see are −1."""
+    arguments = q, weights, keys, page_table, lengths, spec.index_topk
+    if selected is not None:
+        TensorChecks("selected", q)("selected", selected, (len(q), spec.index_topk))
+        seen = (selected >= 0) & (selected < lengths[:, None])
+        selected = torch.where(seen, selected, -1)
+    elif return_selected:
+        offset = torch.zeros_like(lengths)
+        options = {"topk_indices_offset": offset, "batch_invariant": batch_invariant}
+        selected = index_topk(*arguments, method=TopkTransform.RAGGED, **options)
+    else:
+        options = {"kv_page_table": page_table, "page_size": page_size, "batch_invariant": batch_invariant}
+        return index_topk(*arguments, method=TopkTransform.PAGED, **options), None
+    held = selected.clamp(0, page_table.shape[1] * page_size - 1)
+    page = page_table.gather(1, (held // page_size).long())
+    slots = torch.where((selected == held) & (page >= 0), page * page_size + held % page_size, -1)
+    return slots.to(torch.int32), selected
 
 
 def _attend(

@@ -1,6 +1,7 @@
 """The indexer: its keys, their logits, and the selection of the entries that a query attends to."""
 
 from jax_sparse_mla.indexer.candidates import candidate_blocks, index_topk_and_blocks, index_topk_in_blocks
+from jax_sparse_mla.indexer.contiguous import contiguous_index_logits
 from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.indexer.logits import (
     IndexKeys,
@@ -17,6 +18,7 @@ __all__ = [
     "IndexFormat",
     "IndexKeys",
     "candidate_blocks",
+    "contiguous_index_logits",
     "gather_index_k",
     "hadamard_transform",
     "index_logits",

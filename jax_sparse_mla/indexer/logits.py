@@ -101,10 +101,10 @@ def index_logits(
     """The logits from which the top-k selects: `logits[t, j] = k_scale[j] * Σ_h relu(q_h · k_j) * weights[t, h]`.
 
     The formula is that of SGLang and DeepGEMM (paged MQA logits). Products are exact, sums are float32, and an array
-    `[rows, heads, columns]` is never made. On an NVIDIA GPU a kernel serves float8_e4m3fn queries on the FP8 tensor
-    cores. Those of Hopper keep about 14 bits of a sum of products: the error is within 2^-12 of the sum of the
-    magnitudes of a logit's terms. Over FP4 keys it serves bfloat16 queries too, by FP8 products of e5m2 numbers where
-    these hold keys and queries, otherwise by bfloat16 ones.
+    `[rows, heads, columns]` is never made. `contiguous_index_logits` has a gradient, for training. On an NVIDIA GPU a
+    kernel serves float8_e4m3fn queries on the FP8 tensor cores. Those of Hopper keep about 14 bits of a sum of
+    products: the error is within 2^-12 of the sum of the magnitudes of a logit's terms. Over FP4 keys it serves
+    bfloat16 queries too, by FP8 products of e5m2 numbers where these hold keys and queries, otherwise by bfloat16 ones.
 
     Args:
       q: float8_e4m3fn, bfloat16 or float32 `[rows, heads, 128]`, the query of each row.

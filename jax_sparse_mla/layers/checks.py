@@ -117,7 +117,16 @@ def check_v4_layer(
 
 
 def check_v41_layer(
-    cache: Any, rows: Any, params: Any, step: LayerStep, *, spec: V41Spec, layer: V41Layer, source: Any, selected: Any
+    cache: Any,
+    rows: Any,
+    params: Any,
+    step: LayerStep,
+    *,
+    spec: V41Spec,
+    layer: V41Layer,
+    source: Any,
+    selected: Any,
+    replayed: Any,
 ) -> LayerKind:
     """Refuses what `v41_layer` cannot serve; its arguments under its names. Returns the layer's kind.
 
@@ -137,11 +146,25 @@ def check_v41_layer(
     among, follows = kind.candidates == "among", kind.selects == "shared"
     if (follows or among) and selected is None:
         raise TypeError("v41_layer: selected must be given: what the layer before returned, got None")
-    if among and selected.blocks is None:
+    if among and replayed is None and selected.blocks is None:
         raise TypeError(f"v41_layer: selected.blocks must be given in layer {layer.index}, which scores them, got None")
     if follows:
         check("selected.positions", selected.positions, (rows.q.shape[0], spec.index_topk), INT32)
+    check_replayed(check, "replayed", replayed, None, rows, spec=spec, kind=kind)
     return kind
+
+
+def check_replayed(
+    check: ArgumentChecks, name: str, selected: Any, index_scores: Any, rows: Any, *, spec: ModelSpec, kind: LayerKind
+) -> None:
+    """Refuses positions for a layer that selects none, beside scores, or of another shape."""
+    if selected is None:
+        return
+    if kind.selects != "own":
+        raise check.fail(f"{name} must be None in a layer that does not select for itself, of ratio {kind.ratio}")
+    if index_scores is not None:
+        raise check.fail(f"{name} must be None with index_scores")
+    check(name, selected, (rows.q.shape[0], spec.index_topk), INT32)
 
 
 def _need(
@@ -194,12 +217,12 @@ def check_v32_layer(
         which one has an indexer's part and the other has not, a layer that selects nothing and takes no selection.
     """
     check, pool, indexed = ArgumentChecks("v32_layer"), spec.kind().pool, rows.index_k is not None
-    pools, scores = indexed and pool > 1, indexed and index_scores is None
+    pools, scores = indexed and pool > 1, indexed and index_scores is None and selected is None
     for part, value, needed, expected in (
         ("cache.kv", cache.kv, True, PagedKV),
         ("cache.index_k", cache.index_k, indexed, "uint8 [num_pages, 8448]"),
-        ("rows.index_q", rows.index_q, scores, "given with rows.index_k, or else index_scores"),
-        ("rows.index_weights", rows.index_weights, scores, "given with rows.index_k, or else index_scores"),
+        ("rows.index_q", rows.index_q, scores, "given with rows.index_k, or else index_scores or selected"),
+        ("rows.index_weights", rows.index_weights, scores, "given with rows.index_k, or else index_scores or selected"),
         ("rows.index_score", rows.index_score, pools, f"given with pools of {pool} tokens"),
         ("index_ape", index_ape, pools, f"given with pools of {pool} tokens"),
         ("cache.index_state", cache.index_state, pools, CompressorState),
@@ -212,9 +235,8 @@ def check_v32_layer(
             f"rows {'with' if indexed else 'without'} index_k and a cache {'with' if cache.has_index_k else 'without'}"
         )
     if selected is not None:
-        if indexed or index_scores is not None:
-            other = "rows of a layer that selects for itself" if indexed else "index_scores"
-            raise check.fail(f"selected must be None with {other}")
+        if index_scores is not None:
+            raise check.fail("selected must be None with index_scores")
         check("selected", selected, (rows.q.shape[0], spec.index_width), INT32)
     elif index_scores is None and not indexed:
         raise check.fail(

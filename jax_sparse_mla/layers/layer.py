@@ -62,7 +62,12 @@ def windowed_layer(
     metadata = step.metadata
     cache, attn_sink, index_q, index_weights = write_layer(cache, rows, params, step, spec=spec, kind=kind)
     compressed_source, slots = cache if kind.owns_kv else source, None
-    if kind.selects == "own":
+    if kind.selects == "own" and options.replayed is not None:
+        positions = seen_positions(options.replayed, metadata.compressed[kind.ratio].lengths)
+        # The blocks of an earlier layer go on to the next one; a layer that publishes some has none to give.
+        blocks = None if kind.candidates != "among" else selection.blocks
+        selection = V41Selection(positions=positions, blocks=blocks)
+    elif kind.selects == "own":
         entries = IndexedEntries(
             index_k=compressed_source.index_k,
             lengths=metadata.compressed[kind.ratio].lengths,
@@ -121,6 +126,11 @@ def _extra_indices(
         row = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
         slots = page_slot_or_minus_one(metadata.page_table, row, positions, spec.page_size // kind.ratio)
     return jnp.pad(slots, ((0, 0), (0, page_indices.shape[1] - spec.index_topk)), constant_values=-1)
+
+
+def seen_positions(positions: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Given positions `[T, k]`; −1 in place of those that a row does not see, of lengths `[T]`."""
+    return jnp.where((positions >= 0) & (positions < lengths[:, None]), positions, -1)
 
 
 def select_entries(

@@ -38,6 +38,7 @@ class LayerOptions(NamedTuple):
     index_scores: jax.Array | None = None
     backend: str | None = None
     batch_invariant: bool = False
+    replayed: jax.Array | None = None  # positions that an indexer's layer takes instead of selecting
 
 
 @pytree_dataclass

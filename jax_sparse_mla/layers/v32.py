@@ -14,7 +14,7 @@ from jax_sparse_mla.indices import TopkTransform, expand_pools
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
 from jax_sparse_mla.layers import checks as layer_checks
-from jax_sparse_mla.layers.layer import IndexedEntries, attend_paged, select_entries
+from jax_sparse_mla.layers.layer import IndexedEntries, attend_paged, seen_positions, select_entries
 from jax_sparse_mla.layers.state import LayerOptions, V32LayerCache, V32Rows
 from jax_sparse_mla.metadata import ForwardBatch, V32Metadata
 from jax_sparse_mla.models import ModelSpec
@@ -38,7 +38,9 @@ def v32_layer(
     Args and Returns as `v4_layer`; out is `[T, heads, 512]` in the latent space, positions int32 `[T, index_topk]`.
 
     A layer without an indexer of its own, whose rows and cache have no index keys, takes `selected`: the positions that
-    the last layer with one returned (IndexShare, arXiv 2603.12201), or `index_scores`. It returns them again.
+    the last layer with one returned (IndexShare, arXiv 2603.12201), or `index_scores`. It returns them again. A layer
+    with an indexer takes `selected` instead of selecting, as in `v4_layer` (replay): it writes its index keys, and does
+    not read its index queries.
 
     With pools (KPool, GLM-5.3) there is an index key for every `spec.kind().pool` tokens, and `index_ape` float32
     `[pool, 128]` is added to the scores that weigh a pool's keys. Keys and queries of pools pass a Hadamard
@@ -54,7 +56,9 @@ def v32_layer(
     if rows.index_k is not None:
         cache = _with_index_k(cache, rows, batch, metadata, index_ape, pool)
     ragged, positions, slots = metadata.topk_transform is TopkTransform.RAGGED, selected, None
-    if selected is None:
+    if selected is not None and rows.index_k is not None:
+        positions = seen_positions(selected, metadata.seqlens_expanded)
+    elif selected is None:
         queries = None
         if index_scores is None:
             index_q, q_scale = quantize_index_q(rows.index_q if pool == 1 else hadamard_transform(rows.index_q))

@@ -23,6 +23,7 @@ def v4_layer(
     spec: ModelSpec,
     ratio: int,
     index_scores: jax.Array | None = None,
+    selected: jax.Array | None = None,
     backend: str | None = None,
     batch_invariant: bool = False,
 ) -> tuple[jax.Array, V4LayerCache, jax.Array | None]:
@@ -37,6 +38,8 @@ def v4_layer(
         directly, in any mode.
       spec: the model. ratio: the layer's compress ratio.
       index_scores: float32 `[T, capacity]`, selects by these instead of the indexer's scores (for comparisons).
+      selected: int32 `[T, index_topk]`, positions that a layer of ratio 4 attends to instead of selecting, as another
+        run returned them (replay); those that a row does not see count as −1.
       backend: of the attention, as in `sparse_mla_decode` and `sparse_mla_prefill`.
       batch_invariant: a row's result does not depend, to the bit, on the other rows of the step or on how many there
         are, as in `sparse_mla_decode` (static). A step of more than 128 rows takes longer: its logits are computed 128
@@ -52,6 +55,7 @@ def v4_layer(
     """
     check, kind, step = ArgumentChecks("v4_layer"), spec.kind(ratio), LayerStep(batch, metadata, plan)
     layer_checks.check_v4_layer(check, cache, rows, params, step, spec=spec, kind=kind)
-    options = LayerOptions(index_scores, backend, batch_invariant)
+    layer_checks.check_replayed(check, "selected", selected, index_scores, rows, spec=spec, kind=kind)
+    options = LayerOptions(index_scores, backend, batch_invariant, selected)
     out, cache, selection = windowed_layer(cache, rows, params, step, spec=spec, kind=kind, options=options)
     return out, cache, None if selection is None else selection.positions

@@ -28,6 +28,7 @@ def v41_layer(
     layer: V41Layer,
     source: V4LayerCache | None = None,
     selected: V41Selection | None = None,
+    replayed: jax.Array | None = None,
     backend: str | None = None,
 ) -> tuple[jax.Array, V4LayerCache, V41Selection | None]:
     """One V4.1 layer's attention.
@@ -43,6 +44,8 @@ def v41_layer(
       source: what this step's `v41_layer` of layer `layer.kv_source` returned as its caches; None in a KV source and in
         a layer of ratio 0.
       selected: what the layer before returned; None before the first index source.
+      replayed: int32 `[T, index_topk]`, positions that an index source attends to instead of selecting; see `v4_layer`.
+        The source of candidate blocks then publishes none: replay the layers that score them, too.
       backend: of the attention, as in `sparse_mla_decode` and `sparse_mla_prefill`.
 
     Returns:
@@ -55,7 +58,7 @@ def v41_layer(
     """
     step = LayerStep(batch, metadata, plan)
     kind = layer_checks.check_v41_layer(
-        cache, rows, params, step, spec=spec, layer=layer, source=source, selected=selected
+        cache, rows, params, step, spec=spec, layer=layer, source=source, selected=selected, replayed=replayed
     )
     return windowed_layer(
         cache,
@@ -66,5 +69,5 @@ def v41_layer(
         kind=kind,
         source=source,
         selection=selected,
-        options=LayerOptions(backend=backend),
+        options=LayerOptions(backend=backend, replayed=replayed),
     )

@@ -140,6 +140,11 @@ class _Config:
         return True
 
     @property
+    def selecting(self) -> tuple[int, ...]:
+        """The layers that select for themselves, in order."""
+        return tuple(range(self.num_layers))
+
+    @property
     def query_dim(self) -> int:
         """Values of a head's query as the projection makes it."""
         return self.spec.qk_dim
@@ -178,6 +183,10 @@ class V4Config(_Config):
     @property
     def pools(self) -> tuple[int, ...]:
         return self.ratios
+
+    @property
+    def selecting(self) -> tuple[int, ...]:
+        return tuple(i for i, ratio in enumerate(self.ratios) if self.spec.kind(ratio).selects == "own")
 
     @property
     def shared_counts(self) -> dict[str, int]:
@@ -223,6 +232,10 @@ class V32Config(LatentConfig):
     def loops(self) -> bool:
         return all(self.indexed)
 
+    @property
+    def selecting(self) -> tuple[int, ...]:
+        return tuple(i for i, indexed in enumerate(self.indexed) if indexed)
+
     def layer_kind(self, i: int) -> tuple[bool, str]:
         """Whether a layer has an indexer, and "moe" or "dense"; behind the last one is the draft layer."""
         return (self.indexed[i], "dense" if self.dense[i] else "moe") if i < self.num_layers else (True, "moe")
@@ -238,6 +251,10 @@ class Glm53Config(LatentConfig):
     @property
     def pools(self) -> tuple[str, ...]:
         return tuple("linear" if is_linear else "sparse" for is_linear in self.linear)
+
+    @property
+    def selecting(self) -> tuple[int, ...]:
+        return tuple(i for i, is_linear in enumerate(self.linear) if not is_linear)
 
     def layer_kind(self, i: int) -> tuple[bool, str]:
         """Whether a layer has linear attention, and "moe" or "dense"."""

@@ -5,7 +5,8 @@ Each model's module (`deepseek_v4`, `deepseek_v32`, `glm53`) adds its attention 
     read_attention(config, kind, tensors)            weights, norms and further parameters of a layer's attention
     new_cache(config, layers, sizes)                 empty caches of layers of one pool
     prepare(config, pools, inputs)                   the step, with the metadata that all layers share
-    attend(config, layer, cache, x, step, selected)  the attention's output, the cache after it, and the selection
+    attend(config, layer, cache, x, step, selected)  the attention's output, the cache after it, and the selection;
+                                                     `selected` is what it attends to, where it does not select
     join_token(config, draft, token_rows, states)    the input of a draft layer, where there is one
 
 and, where there is one, `DRAFT_PROJECTIONS` and `DRAFT_NORM`, the names of its tensors.
@@ -56,6 +57,9 @@ class StepInputs:
       backend: of the attention; None is the router's choice (static).
       batch_invariant: whether a row's result must not depend on the other rows (static).
       trace: whether to keep each layer's attention input and selection (static).
+      selected: int32 `[layers that select, T, k]`, positions that these layers (`Model.selecting_layers`) attend to
+        instead of selecting; None: they select.
+      return_selected: whether to return what they attend to (static).
     """
 
     batch: ForwardBatch
@@ -66,6 +70,8 @@ class StepInputs:
     backend: str | None = static(default=None)
     batch_invariant: bool = static(default=False)
     trace: bool = static(default=False)
+    selected: jax.Array | None = None
+    return_selected: bool = static(default=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

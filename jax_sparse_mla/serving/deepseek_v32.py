@@ -124,8 +124,7 @@ def attend(
     step: PreparedStep,
     selected: jax.Array | None,
 ) -> tuple[jax.Array, V32LayerCache, jax.Array]:
-    """A layer's attention from its input to its output `[T, hidden]`; its cache, and what it has selected. A layer
-    without an indexer takes `selected`."""
+    """A layer's attention from its input to its output `[T, hidden]`; its cache, and what it has selected."""
     indexed, weights, inputs = layer.kind, layer.weights.attention, step.inputs
     out, cache, selected = v32_layer(
         cache,
@@ -134,7 +133,7 @@ def attend(
         step.shared,
         spec=config.spec,
         index_scores=step.index_scores,
-        selected=None if indexed or step.index_scores is not None else selected,
+        selected=selected,
         backend=inputs.backend,
         batch_invariant=inputs.batch_invariant,
     )

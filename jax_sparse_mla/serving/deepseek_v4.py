@@ -132,6 +132,7 @@ def attend(
         spec=config.spec,
         ratio=ratio,
         index_scores=step.index_scores,
+        selected=selected if config.spec.kind(ratio).selects == "own" else None,
         backend=inputs.backend,
         batch_invariant=inputs.batch_invariant,
     )

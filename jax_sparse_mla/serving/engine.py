@@ -134,7 +134,8 @@ class Engine:
         self.trace: list[TracedStep] = []
         self.compile_seconds = 0.0
         self.state, self.params = self._place(params)
-        self._unread: collections.deque[tuple[StepPlan, Program, jax.Array]] = collections.deque()
+        # A step that runs, and on the device its result, and the positions that it attends to.
+        self._unread: collections.deque[tuple[StepPlan, Program, jax.Array, jax.Array | None]] = collections.deque()
         self._programs: dict[tuple, tuple[Program, Any]] = {}
         # The step before, and on the device the array of one that follows it.
         self._latest: tuple[Program, StepPlan, jax.Array | None] | None = None
@@ -179,7 +180,8 @@ class Engine:
 
     def _new_scheduler(self) -> Scheduler:
         options = self.options
-        return Scheduler(self.spec, options, self.model.vocab_size, reuse=options.reuse_points > 0)
+        selecting = len(getattr(self.model, "selecting_layers", ()))  # models of other projects may not say it
+        return Scheduler(self.spec, options, self.model.vocab_size, reuse=options.reuse_points > 0, selecting=selecting)
 
     def _place(self, params: Params) -> tuple[State, Params]:
         """A new state and the parameters, committed to the device, as what a step returns is.
@@ -368,10 +370,13 @@ class Engine:
             if (packed := self._counted_on(program, plan)) is None:
                 packed = self._pack(program, plan)
             plan.started = time.perf_counter()
-            self.state, result, following, layers, logits = call(self.params, self.state, packed)
+            replayed = [_replayed(plan, program.num_rows)] if plan.replays else []
+            self.state, result, following, layers, logits, selected = call(self.params, self.state, packed, *replayed)
             result.copy_to_host_async()
+            if selected is not None:
+                selected.copy_to_host_async()
         self._latest = program, plan, following
-        self._unread.append((plan, program, result))
+        self._unread.append((plan, program, result, selected))
         if plan.kept:
             self._copy_states(plan.kept)
         if self.options.trace:
@@ -399,9 +404,11 @@ class Engine:
 
     def _read(self) -> tuple[StepPlan, BaseException | None]:
         """Waits for the oldest step that runs, and takes its tokens. Returns it, and what a callback raised."""
-        plan, program, packed = self._unread.popleft()
+        plan, program, packed, selected = self._unread.popleft()
         with jax.transfer_guard("allow"):
             packed = np.asarray(packed)
+            if selected is not None:
+                _take_selected(plan, np.asarray(selected))
         result = self._unpack(program, plan, packed)
         plan.arrived = time.perf_counter()
         if result.overflow:
@@ -433,7 +440,7 @@ class Engine:
     # Programs.
 
     def _bucket(self, plan: StepPlan) -> tuple:
-        """(mode, requests, rows, max_seq_len, changes, choice) of a step's program."""
+        """(mode, requests, rows, max_seq_len, changes, choice, replays, return_selected) of a step's program."""
         options, page = self.options, self.spec.page_size
         drawn = [request.sampling.top_p for request in plan.requests if request.sampling.temperature > 0]
         choice = Choice.GREEDY if not drawn else Choice.DRAW if min(drawn) >= 1 else Choice.TOP_P
@@ -449,7 +456,7 @@ class Engine:
             rows, changes = requests * (plan.drafts + 1), requests * (1 + -(-plan.drafts // page))
         if len(plan.mapped) > changes:  # a long prefix that is reused
             changes = power_of_two(len(plan.mapped))
-        return plan.mode, requests, rows, plan.max_seq_len, changes, choice
+        return plan.mode, requests, rows, plan.max_seq_len, changes, choice, plan.replays, plan.returns_selected
 
     def _decoding(self, plan: StepPlan) -> tuple | None:
         """As `_bucket`, of the step that decodes a chunk's requests, if that is to be compiled ahead."""
@@ -468,6 +475,8 @@ class Engine:
         width: int,
         changes: int,
         choice: Choice,
+        replays: bool,
+        return_selected: bool,
         then: tuple | None = None,  # what a thread compiles, traced while XLA compiles this one
     ) -> tuple[Program, Any]:
         program = Program(
@@ -485,9 +494,14 @@ class Engine:
             batch_invariant=self.options.batch_invariant,
             trace=self.options.trace,
             logits=self.options.trace,
+            replays=replays,
+            return_selected=return_selected,
         )
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
         arguments = self.params, state, self._pack(program, None)
+        if replays:
+            shape = self.scheduler.selecting, rows, self.spec.index_width
+            arguments = *arguments, jax.ShapeDtypeStruct(shape, np.int32)
         leaves, tree = jax.tree.flatten(arguments)
         key = program, self.mesh, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         if key not in _executables:
@@ -505,6 +519,21 @@ class Engine:
 
     def _jitted(self, program: Program) -> Any:
         return jax.jit(functools.partial(run_step, program), donate_argnums=1)
+
+
+def _replayed(plan: StepPlan, num_rows: int) -> np.ndarray:
+    """int32 `[layers that select, num_rows, k]`, what the rows of a step attend to; −1 in those of padding."""
+    parts = [r.selected[:, n : n + count] for r, n, count in zip(plan.requests, plan.starts, plan.counts)]
+    padding = (0, 0), (0, num_rows - plan.num_tokens), (0, 0)
+    return np.pad(np.concatenate(parts, axis=1), padding, constant_values=-1)
+
+
+def _take_selected(plan: StepPlan, selected: np.ndarray) -> None:
+    """Gives the requests that ask for it what their rows have attended to, of int32 `[layers, rows, k]`."""
+    ends = np.cumsum(plan.counts)
+    for request, start, end in zip(plan.requests, ends - plan.counts, ends):
+        if request.return_selected and request.row is not None:  # else it ended while this step ran
+            request.attend(selected[:, start:end].copy())
 
 
 def options_without_search() -> dict[str, int]:

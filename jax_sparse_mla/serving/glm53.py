@@ -113,6 +113,7 @@ def attend(
         spec=config.spec,
         index_ape=params.index_ape,
         index_scores=step.index_scores,
+        selected=selected,
         backend=inputs.backend,
         batch_invariant=inputs.batch_invariant,
     )

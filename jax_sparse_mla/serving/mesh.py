@@ -220,9 +220,12 @@ class Schedulers:
         return all(share.idle for share in self.shares) and not any(self._plans)
 
     def check(self, request: Request, name: str = "the request") -> None:
+        if request.return_selected or request.replay is not None:
+            raise ValueError(f"{name} has return_selected or replay, which an engine over a mesh does not serve")
         self.shares[0].check(request, name)
 
     def submit(self, request: Request) -> None:
+        self.check(request)
         if request.row is not None:
             raise ValueError("a request that is in tables already cannot be given to the shares of a mesh")
         min(self.shares, key=lambda share: len(share.waiting) + len(share.running)).submit(request)

@@ -53,6 +53,7 @@ class ForwardOutput:
         can overflow.
       trace: with `trace=True` for each layer the attention's input `[T, hidden]` and the positions that its indexer
         selected, int32 `[T, k]` with −1 padded, or None; else empty.
+      selected: with `return_selected=True` int32 `[layers that select, T, k]`, the positions that they attended to.
     """
 
     hidden: jax.Array
@@ -60,6 +61,7 @@ class ForwardOutput:
     states: jax.Array | None = None
     overflow: jax.Array | None = None
     trace: list[tuple[jax.Array, jax.Array | None]] = dataclasses.field(default_factory=list)
+    selected: jax.Array | None = None
 
 
 @pytree_dataclass
@@ -107,6 +109,11 @@ class Model:
     def ratios(self) -> tuple[int, ...]:
         """The compress ratio of each layer; zeros for V3.2 and GLM, which do not compress."""
         return self.config.ratios
+
+    @property
+    def selecting_layers(self) -> tuple[int, ...]:
+        """The layers that select for themselves: the first axis of selected positions."""
+        return self.config.selecting
 
     @property
     def is_recurrent(self) -> bool:
@@ -194,8 +201,15 @@ class Model:
             )
             trace += [jax.tree.map(lambda x, n=n: x[n], of_layer) for n in range(run.times) for of_layer in traced]
         hidden = last_rows(config, params.head, streams)
-        states = hidden if params.head.fn is None else streams
-        return ForwardOutput(hidden=hidden, caches=caches, states=states, overflow=step.shared.overflow, trace=trace)
+        chosen = [trace[i][1] for i in config.selecting if inputs.return_selected and i < layers]
+        return ForwardOutput(
+            hidden=hidden,
+            caches=caches,
+            states=hidden if params.head.fn is None else streams,
+            overflow=step.shared.overflow,
+            trace=trace if inputs.trace else [],
+            selected=jnp.stack(chosen) if inputs.return_selected else None,
+        )
 
     def _repetition(self, params: ModelParams, step: PreparedStep, run: Run, carry: tuple, number: int | jax.Array):
         """The layers of one repetition of a run: streams, caches and selection after them, and their trace. A loop
@@ -204,11 +218,25 @@ class Model:
         for j in range(run.period):
             layer, in_pool = layer_params(self.config, params, run, j, number)
             pool = self.config.pools[run.first + j]
-            streams, cache, x, selected = self._run(layer, caches[pool].layer(in_pool), streams, step, selected)
+            taken = self._taken(step.inputs.selected, run, j, number, selected)
+            streams, cache, x, selected = self._run(layer, caches[pool].layer(in_pool), streams, step, taken)
             caches = caches | {pool: cache.whole()}
-            if step.inputs.trace:
-                trace.append((x, selected))
+            if step.inputs.trace or step.inputs.return_selected:
+                trace.append((x if step.inputs.trace else None, selected))
         return (streams, caches, selected if run.times == 1 else None), trace
+
+    def _taken(
+        self, replayed: jax.Array | None, run: Run, j: int, number: int | jax.Array, before: jax.Array | None
+    ) -> jax.Array | None:
+        """The positions that layer j of a run's repetition attends to: None where it selects, those of the layer before
+        where it has no indexer."""
+        selecting, like = self.config.selecting, run.first + j
+        if like not in selecting:
+            return before
+        if replayed is None:
+            return None
+        each = sum(run.first <= i < run.first + run.period for i in selecting)
+        return replayed[selecting.index(like) + number * each]
 
     def looped(self, params: ModelParams) -> ModelParams:
         """The parameters for a program that loops over layers of the same kinds, so that each kind is compiled once.
@@ -231,8 +259,8 @@ class Model:
     def _run(
         self, layer: LayerParams, cache: Caches, streams: jax.Array, step: PreparedStep, selected: jax.Array | None
     ) -> tuple[jax.Array, Caches, jax.Array, jax.Array | None]:
-        """The streams after a layer, its cache, its attention's input, and its selection, from that of the layer
-        before."""
+        """The streams after a layer, its cache, its attention's input, and its selection; `selected` is what it attends
+        to, where it does not select."""
         config, weights, norms = self.config, layer.weights, layer.norms
         x, mixing = block_input(config, weights, norms, streams, block=ATTENTION)
         out, cache, selected = self._module.attend(config, layer, cache, x, step, selected)
@@ -300,7 +328,8 @@ class Model:
         step = dataclasses.replace(step, index_scores=index_scores)
         for i in layers:
             (layer, _), cache = layer_params(config, params, Run(i), 0), self.layer_cache(caches, i)
-            x, cache, selected = self._module.attend(config, layer, cache, x, step, selected)
+            taken = self._taken(None, Run(i), 0, 0, selected) if index_scores is None else None
+            x, cache, selected = self._module.attend(config, layer, cache, x, step, taken)
             caches = self.with_layer_cache(caches, i, cache)
         return x, caches
 

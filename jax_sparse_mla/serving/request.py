@@ -6,6 +6,8 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -66,6 +68,9 @@ class Request:
       computed: tokens whose K rows are cached, or will be by the steps that run.
       sampling: how tokens are chosen; not to be changed once a step has served the request.
       eos_token_ids: tokens that end the request, and are its last; none by default.
+      return_selected: whether `selected` grows by what the request's steps attend to.
+      replay: int32 `[layers that select, n, k]`, the positions to attend to at its first n tokens instead of selecting:
+        the `selected` of an earlier run; it becomes an array.
       forced: tokens that it takes instead of its own choices, for comparisons; choices follow when they are used up.
       on_token: called with the request and each token as it is read.
       cancelled: set by `cancel`; the engine then drops the request before its next step.
@@ -84,9 +89,14 @@ class Request:
     sampling: Sampling = GREEDY
     eos_token_ids: tuple[int, ...] = ()
     forced: tuple[int, ...] = ()
+    return_selected: bool = False
+    replay: np.ndarray | None = None
     on_token: Callable[[Request, int], None] | None = None
     cancelled: bool = False
     error: str | None = None
+    # The engine's own.
+    _selected: list[np.ndarray] = dataclasses.field(default_factory=list, init=False, repr=False)
+    attended: int = dataclasses.field(default=0, init=False, repr=False)  # tokens whose positions are known
     # The scheduler's own.
     submitted: bool = dataclasses.field(default=False, init=False, repr=False)
     unread: int = dataclasses.field(default=0, repr=False)  # tokens that running steps choose
@@ -101,6 +111,30 @@ class Request:
         self.forced = tuple(_integers("Request: forced", self.forced))
         if not isinstance(self.sampling, Sampling):
             raise TypeError(f"Request: sampling must be a Sampling, got {type(self.sampling).__name__}")
+        if self.replay is not None:
+            self.replay = np.asarray(self.replay)
+            if self.replay.dtype != np.int32 or self.replay.ndim != 3:
+                got = f"{self.replay.dtype} {list(self.replay.shape)}"
+                raise TypeError(f"Request: replay must be int32 [layers that select, tokens, k], got {got}")
+            self.attend(self.replay)
+
+    @property
+    def selected(self) -> np.ndarray | None:
+        """int32 `[layers that select, n, k]`, the positions attended to at its first n tokens: those of `replay`, then
+        those that `return_selected` has read. None where there are none."""
+        if len(self._selected) > 1:
+            self._selected = [np.concatenate(self._selected, axis=1)]
+        return self._selected[0] if self._selected else None
+
+    @property
+    def replays(self) -> bool:
+        """Whether its next token attends to positions that are known."""
+        return self.computed < self.attended
+
+    def attend(self, positions: np.ndarray) -> None:
+        """Takes what was attended to at the next tokens behind those that are known."""
+        self._selected.append(positions)
+        self.attended += positions.shape[1]
 
     @property
     def tokens(self) -> list[int]:

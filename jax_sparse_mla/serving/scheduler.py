@@ -52,6 +52,7 @@ class StepPlan:
     # (from, to) rows of carried states to copy before and after the step.
     restored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     kept: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    replays: bool = False  # whether all rows attend to positions that are known; else none does
     # The engine's measurements: compiling before the step; the host's clock at its start, and when its tokens arrived.
     compile_seconds: float = 0.0
     started: float = 0.0
@@ -60,6 +61,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return int(self.counts.sum())
+
+    @property
+    def returns_selected(self) -> bool:
+        """Whether the host takes what a row attends to."""
+        return not self.replays and any(request.return_selected for request in self.requests)
 
     @property
     def drafts(self) -> int:
@@ -127,13 +133,17 @@ class Scheduler:
       spec, options: the model's, the engine's.
       vocab_size: tokens of requests are below it.
       reuse: whether the engine copies carried states, as `EngineOptions.reuse_points` needs.
+      selecting: how many layers select, whose positions requests may ask for or give; 0 where they may not.
 
     Attributes:
       pool: the request tables. waiting, running: requests, in order. counters: what happened.
     """
 
-    def __init__(self, spec: ModelSpec, options: EngineOptions, vocab_size: int, *, reuse: bool = False):
+    def __init__(
+        self, spec: ModelSpec, options: EngineOptions, vocab_size: int, *, reuse: bool = False, selecting: int = 0
+    ):
         self.spec, self.options, self.vocab_size, self.reuse = spec, options, vocab_size, reuse
+        self.selecting = selecting
         self.counters = Counters()
         self.pool = self._new_pool()
         self._begin()
@@ -160,6 +170,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._unread_steps = 0
         self._read_last = False  # whether the latest step read prompts
+        self._replayed: dict[ForwardMode, bool] = {}  # whether the latest step of a mode replayed
         self._restored: list[tuple[int, int]] = []
         self._held_back: Request | None = None  # which has been counted as queued
 
@@ -195,6 +206,22 @@ class Scheduler:
         tokens = (*prompt, *request.forced) if request.forced else prompt
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise ValueError(f"{name} has tokens out of the model's vocabulary of {self.vocab_size}")
+        if request.return_selected or request.replay is not None:
+            self._check_selected(request, name)
+
+    def _check_selected(self, request: Request, name: str) -> None:
+        given = "return_selected" if request.replay is None else "replay"
+        if not self.selecting:
+            raise ValueError(f"{name} has {given}, and this engine's layers return no selected positions")
+        if steps := self.options.speculative_steps:
+            raise ValueError(f"{name} has {given}, which needs speculative_steps 0, got {steps}")
+        if request.row is not None:
+            raise ValueError(f"{name} has {given}, and what an imported request has attended to is not known")
+        if request.replay is not None:
+            layers, _, width = request.replay.shape
+            if (layers, width) != (self.selecting, self.spec.index_width):
+                wanted = f"[{self.selecting}, tokens, {self.spec.index_width}]"
+                raise ValueError(f"{name} has a replay of shape {list(request.replay.shape)}: it must be {wanted}")
 
     def submit(self, request: Request) -> None:
         """Takes a new request, or one that is in the tables already (a hand-over); raises what `check` raises."""
@@ -271,8 +298,14 @@ class Scheduler:
         ready = [r for r in self.running if not r.in_prefill and len(r.output) + r.unread < r.max_new_tokens]
         prefill = [r for r in self.running if r.in_prefill]
         if prefill and not (ready and self._read_last):
-            return ForwardMode.EXTEND, self._chunks(prefill)
-        return mode, [(request, count) for request in ready]
+            return ForwardMode.EXTEND, self._chunks(self._alike(ForwardMode.EXTEND, prefill))
+        return mode, [(request, count) for request in self._alike(mode, ready)]
+
+    def _alike(self, mode: ForwardMode, requests: list[Request]) -> list[Request]:
+        """Those that replay or those that select, which take turns in the steps of a mode where there are both."""
+        replays = {request.replays for request in requests}
+        turn = not self._replayed.get(mode, False) if len(replays) > 1 else True in replays
+        return [request for request in requests if request.replays == turn]
 
     def complete(
         self, plan: StepPlan, tokens: Sequence[Sequence[int]], margins: Sequence[Sequence[float]]
@@ -362,8 +395,8 @@ class Scheduler:
             # Requests in prefill will take pages for the tokens that they have not read.
             reserved = sum(self._missing_pages(r) for r in self.running if r.in_prefill)
             length = len(request.prompt) + len(request.output)
-            match = None
-            if self.prefixes:
+            match, alone = None, request.return_selected or request.replay is not None
+            if self.prefixes and not alone:  # what others have selected is not known, or not what it replays
                 if request.digests is None:  # less its last token, which must be computed
                     request.digests = page_digests(request.tokens[:-1], self.spec.page_size)
                 match = self.prefixes.match(request.digests)
@@ -400,6 +433,7 @@ class Scheduler:
         wanted, budget = [], self.options.chunk_size
         for request in prefill[:1] if self.options.batch_invariant else prefill:
             end = min((cut for cut in request.cuts if cut > request.computed), default=request.prefill_len)
+            end = min(end, request.attended) if request.replays else end
             count = min(end - request.computed, budget)
             if count:
                 wanted.append((request, count))
@@ -439,7 +473,7 @@ class Scheduler:
         rows = np.array([request.row for request in requests], np.int32)
         starts = np.array([request.computed for request in requests], np.int32)
         counts = np.array([count for _, count in served], np.int32)
-        tokens, samples, kept = [], [], []
+        tokens, samples, kept, replays = [], [], [], requests[0].replays
         for request, count in served:
             if mode is ForwardMode.TARGET_VERIFY:
                 tokens += _next_tokens(request, 1) + [0] * (count - 1)
@@ -452,7 +486,7 @@ class Scheduler:
             request.unread += samples[-1]
         restored, self._restored = self._restored, []
         self._unread_steps += 1
-        self._read_last = mode is ForwardMode.EXTEND
+        self._read_last, self._replayed[mode] = mode is ForwardMode.EXTEND, replays
         return StepPlan(
             mode=mode,
             requests=requests,
@@ -465,6 +499,7 @@ class Scheduler:
             mapped=self.pool.take_changes(),
             restored=restored,
             kept=kept,
+            replays=replays,
         )
 
     def _remember(self, request: Request) -> list[tuple[int, int]]:

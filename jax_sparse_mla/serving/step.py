@@ -55,6 +55,8 @@ class Program:
     batch_invariant: bool = False
     trace: bool = False
     logits: bool = False  # whether to return the logits that tokens were chosen from
+    replays: bool = False  # whether layers take positions that the host gives, instead of selecting
+    return_selected: bool = False
 
     @functools.cached_property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -160,18 +162,21 @@ def unpack_result(program: Program, packed: np.ndarray) -> Result:
     )
 
 
-def run_step(program: Program, params: Params, state: State, packed: jax.Array):
+def run_step(program: Program, params: Params, state: State, packed: jax.Array, replayed: jax.Array | None = None):
     """The step; jit it with the state donated.
 
+    Args:
+      replayed: int32 `[layers that select, num_rows, k]`, where the program replays.
+
     Returns:
-      The state, the packed `Result`, the array that `following` makes, the trace, and the logits; the last two are
-      empty and None unless the program asks for them.
+      The state, the packed `Result`, the array that `following` makes, the trace, the logits, and the positions that
+      were attended to; the last three are empty and None unless the program asks for them.
     """
     with jax.numpy_rank_promotion("allow"):  # whatever the caller asks of programs of its own
-        return _run_step(program, params, state, packed)
+        return _run_step(program, params, state, packed, replayed)
 
 
-def _run_step(program: Program, params: Params, state: State, packed: jax.Array):
+def _run_step(program: Program, params: Params, state: State, packed: jax.Array, replayed: jax.Array | None):
     parts = unpack(program, packed)
     num_table_rows = state.tables.req_to_token.shape[0]
     state = dataclasses.replace(state, tables=_map_pages(program, state.tables, parts["changes"]))
@@ -185,7 +190,10 @@ def _run_step(program: Program, params: Params, state: State, packed: jax.Array)
     if program.drafts:
         return _draft_and_verify(program, params, state, tokens, parts)
     batch = _batch(program, program.mode, rows, starts + counts, _slots(state.tables, row_of, positions), counts)
-    out = program.model.forward(params, state.caches, _inputs(program, state, batch, tokens, positions))
+    inputs = _inputs(program, state, batch, tokens, positions)
+    if program.replays or program.return_selected:
+        inputs = dataclasses.replace(inputs, selected=replayed, return_selected=program.return_selected)
+    out = program.model.forward(params, state.caches, inputs)
     last_rows = jnp.clip(jnp.cumsum(counts) - 1, 0, program.num_rows - 1)
     hidden = out.hidden[last_rows] if program.mode is ForwardMode.EXTEND else out.hidden
     logits = program.model.logits(params, hidden)
@@ -201,7 +209,7 @@ def _run_step(program: Program, params: Params, state: State, packed: jax.Array)
         state = _follow(program, params, state, inputs, out.states, rows, last_rows)
     result = _pack_result(chosen, margins, jnp.zeros_like(rows), out.overflow)
     after = following(program, packed, num_table_rows)
-    return state, result, after, out.trace, logits if program.logits else None
+    return state, result, after, out.trace, logits if program.logits else None, out.selected
 
 
 def _draft_and_verify(program: Program, params: Params, state: State, tokens: jax.Array, parts: dict[str, jax.Array]):
@@ -231,7 +239,7 @@ def _draft_and_verify(program: Program, params: Params, state: State, tokens: ja
         inputs = _inputs(program, state, batch, chosen.reshape(-1), positions)
         state = _follow(program, params, state, inputs, out.states, rows, last_rows)
     result = _pack_result(chosen.reshape(-1), margins, accepted, out.overflow)
-    return state, result, None, out.trace, logits if program.logits else None
+    return state, result, None, out.trace, logits if program.logits else None, None
 
 
 def _draft_with_first_layer(program: Program, params: Params, state: State, tokens: jax.Array, parts):

@@ -126,7 +126,7 @@ def test_what_is_refused():
     call(pool.layer(1), shared, index_scores=scores)
     for cache, of_layer, options, message in (
         (pool.layer(1), shared, {}, "selected must be given in a layer without an indexer"),
-        (pool.layer(0), rows, {"selected": selected}, "selected must be None with rows of a layer that selects"),
+        (pool.layer(0), rows, {"selected": selected, "index_scores": scores}, "must be None with index_scores"),
         (pool.layer(2), shared, {"selected": selected, "index_scores": scores}, "must be None with index_scores"),
         (pool.layer(1), shared, {"selected": selected[:, :5]}, r"selected must have shape \[2, 16\], got \[2, 5\]"),
         (pool.layer(1), rows, {}, "got rows with index_k and a cache without"),

@@ -98,8 +98,8 @@ def empty(spec=SPEC, **sizes):
 
 
 @functools.partial(jax.jit, static_argnames=("gathered", "spec"), donate_argnums=0)
-def step(pools, rows, params, batch, tables, *, gathered, spec=SPEC):
-    """All layers, one after the other: `([(out, selection)], pools, overflow)`."""
+def step(pools, rows, params, batch, tables, replayed=None, *, gathered, spec=SPEC):
+    """All layers, one by one: `([(out, selection)], pools, overflow)`. `replayed`: positions of some layers."""
     shared = layers.prepare_v4_step(spec, batch, tables, gathered=gathered)
     found, sources, selected = [], {}, None
     for layer, (pool, place), of_layer, own in zip(LAYERS, PLACES, rows, params):
@@ -114,6 +114,7 @@ def step(pools, rows, params, batch, tables, *, gathered, spec=SPEC):
             layer=layer,
             source=None if layer.is_kv_source else sources.get(layer.kv_source),
             selected=selected,
+            replayed=(replayed or {}).get(layer.index),
         )
         pools = {**pools, pool: cache}
         if layer.is_kv_source:
@@ -320,6 +321,31 @@ def assert_as_by_decode_steps(found, parts):
             caches = (jax.tree.leaves(getattr(pools[ratio], name)) for *_, pools in (found, wanted))
             for got, want in zip(*caches, strict=True):
                 np.testing.assert_array_equal(got, want, err_msg=f"ratio {ratio}: {name}")
+
+
+@pytest.mark.always(1)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_replayed_positions(gathered):
+    """Of all index sources: the same outputs and caches to the bit. Others give other outputs, in their layer and in
+    those that follow it; a layer that scores blocks must be replayed with their source."""
+    _, params, tables = model()
+    rows, batch, _ = make_step(EXTEND, [(0, 0, 70), (1, 0, 40)], 112)
+    sources = [layer.index for layer in LAYERS if layer.is_index_source]
+    arguments = rows, params, batch, tables
+    found, pools, _ = step(empty(), *arguments, gathered=gathered)
+    chosen = {i: found[i][1].positions for i in sources}
+    again, pools_again, _ = step(empty(), *arguments, chosen, gathered=gathered)
+    for (out, selection), (out_again, selection_again) in zip(found, again, strict=True):
+        np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(out_again, np.float32))
+        if selection is not None:
+            np.testing.assert_array_equal(selection.positions, selection_again.positions)
+    jax.tree.map(np.testing.assert_array_equal, pools, pools_again)
+    moved = chosen | {2: jnp.where(chosen[2] > 0, chosen[2] - 1, chosen[2])}
+    others, *_ = step(empty(), *arguments, moved, gathered=gathered)
+    differ = [(np.asarray(a, np.float32) != np.asarray(b, np.float32)).any() for (a, _), (b, _) in zip(found, others)]
+    assert differ == [False, False, True, True, False, False, False]  # layer 3 takes the selection of layer 2
+    with pytest.raises(TypeError, match=r"selected\.blocks must be given in layer 6"):
+        step(empty(), *arguments, {4: chosen[4]}, gathered=gathered)
 
 
 @pytest.mark.long

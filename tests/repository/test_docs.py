@@ -44,7 +44,7 @@ def run(source, page):
 
 
 @pytest.mark.always("step")
-@pytest.mark.parametrize("guide", ["step", "guides/serving"])
+@pytest.mark.parametrize("guide", ["step", "guides/serving", "guides/replay"])
 def test_a_guide_runs(guide):
     page = DOCS / f"{guide}.md"
     run("\n".join(python_blocks(page)), page)

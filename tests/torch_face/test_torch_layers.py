@@ -148,6 +148,61 @@ def test_v32_decode_steps_equal_jax_s(pooled):
         assert again is slots and torch.equal(shared, got)
 
 
+@pytest.mark.parametrize("ratio", [None, 4])
+def test_positions_out_and_in(ratio):
+    """They are JAX's; a step that takes them equals the first to the bit, others give another output."""
+    world, cache, params = prefilled(ratio, False)
+    batch, rows, owners = small_engine.make_step(world, DECODE, STEPS[0], num_rows=4)
+    rows, step = bf16_queries(rows), small_engine.step_function(ratio, False)
+    (_, _, want), _ = step(jax.tree.map(jnp.copy, cache), rows, params, batch, world.tables)
+    batch, rows, tables, params = map(tensors, (batch, rows, world.tables, params))
+    if ratio is None:
+        options = {"fp8_kv_cache": True, "prefill_backend": "flashmla_kv"}
+        metadata = build_v32_metadata(world.spec, batch, tables, **options)
+    else:
+        metadata = torch_layers.prepare_v4_step(world.spec, batch, tables).metadata
+
+    def layer(**given):
+        fresh = tensors(cache)
+        if ratio is None:
+            return torch_layers.v32_layer(fresh, rows, batch, metadata, spec=world.spec, **given), fresh
+        shared = {"spec": world.spec, "ratio": ratio}
+        return torch_layers.v4_layer(fresh, rows, params, batch, metadata, **shared, **given), fresh
+
+    plain, written = layer()
+    plain, *slots = plain if ratio is None else [plain]
+    (out, *again, selected), _ = layer(return_selected=True)
+    assert torch.equal(out, plain) and all(map(torch.equal, again, slots))
+    live = list(owners.values())
+    np.testing.assert_array_equal(as_numpy(selected)[live], np.asarray(want)[live])
+    assert (selected[live] >= 0).all(1).any() and selected.dtype is torch.int32
+    (replayed, *again, returned), caches = layer(selected=selected, return_selected=True)
+    assert torch.equal(replayed, plain) and torch.equal(returned, selected) and all(map(torch.equal, again, slots))
+    check_caches(caches, jax.tree.map(as_numpy, written))
+    unseen = torch.where(selected < 0, 2**31 - 1, selected)
+    replayed, *_ = layer(selected=unseen, return_selected=True)[0]
+    assert torch.equal(replayed, plain)
+    other = torch.where(selected > 2, selected - 1, selected)
+    replayed, *_ = layer(selected=other, return_selected=True)[0]
+    assert (replayed[live] != plain[live]).any()
+    with pytest.raises(ValueError, match="selected must have shape"):
+        layer(selected=selected[:, :5].contiguous())
+    with pytest.raises(TypeError, match=r"selected must be a torch\.Tensor, int32"):
+        layer(selected=selected.long())
+
+
+def test_positions_of_layers_that_select_none():
+    world, cache, params = prefilled(0, False)
+    batch, rows, _ = small_engine.make_step(world, DECODE, STEPS[0], num_rows=4)
+    batch, rows, cache, params, tables = map(tensors, (batch, bf16_queries(rows), cache, params, world.tables))
+    arguments = rows, params, batch, torch_layers.prepare_v4_step(world.spec, batch, tables).metadata
+    out, selected = torch_layers.v4_layer(cache, *arguments, spec=world.spec, ratio=0, return_selected=True)
+    assert selected is None and out.shape[0] == 4
+    with pytest.raises(ValueError, match="selected must be None in a layer of ratio 0"):
+        given = torch.zeros(4, 16, dtype=torch.int32, device=DEVICE)
+        torch_layers.v4_layer(cache, *arguments, spec=world.spec, ratio=0, selected=given)
+
+
 def test_v32_steps_that_are_not_served():
     world, cache, _ = prefilled(None, False)
     batch, rows, _ = small_engine.make_step(world, DECODE, STEPS[0], num_rows=4)
@@ -160,6 +215,7 @@ def test_v32_steps_that_are_not_served():
         (rows, verify, {}, "serves DECODE steps .* got TARGET_VERIFY"),
         (rows, batch, {"slots": slots.to(DEVICE)}, "needs rows of an indexer or slots, got both"),
         (without, batch, {}, "needs rows of an indexer or slots, got neither"),
+        (without, batch, {"slots": slots.to(DEVICE), "return_selected": True}, "layers with an indexer, got slots"),
         (without, batch, {"slots": slots.to(DEVICE)}, "rows without index_k and a cache with"),
         (dataclasses.replace(rows, kv=rows.kv[:2]), batch, {}, "kv must have shape"),
         (
