@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import serialize_executable
 
 from jax_sparse_mla.attention.backend import BACKENDS
@@ -37,6 +38,12 @@ from jax_sparse_mla.serving.native import building, expected, usable
 _PACKAGE = Path(__file__).parents[1]
 _SETTINGS = re.compile("JAX_SPARSE_MLA|XLA_|TRITON_|NVIDIA_TF32")  # environment variables
 _NO_PART = re.compile("cache|log|dump|coordinat|timeout|traceback")  # settings of JAX that change no program
+
+# What a program's text names, and how a process that does not trace it makes it ready for XLA.
+_RUNTIMES = {
+    "mosaic_gpu": lambda: importlib.import_module("jax.experimental.mosaic.gpu"),
+    "lapack": lambda: importlib.import_module("jaxlib.lapack").prepare_lapack_call("trsm", np.float32),
+}
 
 Step = tuple[Any, frozenset[tuple[str, str]]]  # the executable, and the attention that it calls
 
@@ -68,10 +75,10 @@ def load(path: Path | None, devices: Sequence[jax.Device]) -> Step | None:
     if path is None or not path.is_file() or open_to_others(path.lstat()):
         return None
     try:
-        executable, trees, routes, bound, has_mosaic = pickle.loads(zlib.decompress(path.read_bytes()))
+        executable, trees, routes, bound, runtimes = pickle.loads(zlib.decompress(path.read_bytes()))
         tvm.restore(bound)
-        if has_mosaic:
-            importlib.import_module("jax.experimental.mosaic.gpu")  # XLA finds its runtime then
+        for name in runtimes:
+            _RUNTIMES[name]()
         call = serialize_executable.deserialize_and_load(executable, *trees, execution_devices=devices)
     except Exception:  # cut short, or of a jaxlib that says so late: it is compiled anew
         return None
@@ -102,7 +109,8 @@ def _save(path: Path, lowered: jax.stages.Lowered, step: Step) -> None:
     with contextlib.suppress(OSError, NotImplementedError, ValueError, pickle.PicklingError, AttributeError, TypeError):
         executable, *trees = serialize_executable.serialize(step[0])
         text = lowered.as_text()
-        whole = pickle.dumps((executable, trees, step[1], tvm.bound_in(text), "mosaic_gpu" in text))
+        runtimes = [name for name in _RUNTIMES if name in text]
+        whole = pickle.dumps((executable, trees, step[1], tvm.bound_in(text), runtimes))
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(zlib.compress(whole, 1))

@@ -20,7 +20,7 @@ from jax_sparse_mla.serving.scheduler import EngineOptions
 
 pytestmark = pytest.mark.cpu
 
-# Doubles by a call of TVM FFI's own function, in a process that has not traced it.
+# Doubles by a call of TVM FFI's own function, and solves by LAPACK, in a process that has traced neither.
 PROGRAM = """
 import sys
 import threading
@@ -55,7 +55,8 @@ def module():
 
 def doubled(x):
     result = jax.ShapeDtypeStruct((4,), x.dtype)
-    return tvm.call(module, "function", (tvm.Buffer(0), tvm.Buffer(1)), [result], x)[0]
+    result = tvm.call(module, "function", (tvm.Buffer(0), tvm.Buffer(1)), [result], x)[0]
+    return jax.scipy.linalg.solve_triangular(jax.numpy.eye(4), result, lower=True)
 """
 
 
