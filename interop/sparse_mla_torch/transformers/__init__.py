@@ -103,7 +103,9 @@ def _see(decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
         return ValueError(f"sparse_mla_torch.transformers: {what}")
 
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
-        raise refuse("attention_mask must be [batch, tokens]; a static cache makes masks of all keys, and is not served")
+        raise refuse(
+            "attention_mask must be [batch, tokens]; a static cache makes masks of all keys, and is not served"
+        )
     if cache is not None and not isinstance(cache, DynamicCache):
         raise refuse(f"the cache must be a DynamicCache, got {type(cache).__name__}")
     attentions = given.get("output_attentions")
@@ -118,7 +120,9 @@ def _see(decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
     position_ids = given.get("position_ids")
     if mask is not None:
         # As in transformers, keys behind the mask's end are not seen.
-        mask = torch.nn.functional.pad(mask[:, :total].to(tokens.device, torch.bool), (0, max(total - mask.shape[1], 0)))
+        mask = torch.nn.functional.pad(
+            mask[:, :total].to(tokens.device, torch.bool), (0, max(total - mask.shape[1], 0))
+        )
         mask = None if bool(mask.all()) else mask
     elif cache is None and position_ids is not None and find_packed_sequence_indices(position_ids) is not None:
         raise refuse("sequences packed into one row are not served: give them rows of their own")

@@ -10,7 +10,6 @@ from transformers.cache_utils import Cache
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
-from sparse_mla_torch.transformers import scores
 from sparse_mla_torch.transformers.select import Columns, Seen, attend, blocks, select
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, [batch or 1, rows, rope]
@@ -37,8 +36,7 @@ class _Sparse:
         to_latent, from_latent = self._absorbed()
 
         outputs, selected = [], []
-        heads = 1 if index_keys is None or scores.by_kernel(index_keys) else self.indexer.n_heads
-        for block in blocks(batch, num_rows, kv.shape[1], heads):
+        for block in blocks(batch, num_rows, index_keys, self.config.index_n_heads):
             turn = tuple(x[:, block] for x in rotary)
             ends = torch.arange(block.start + 1, block.stop + 1, device=hidden.device, dtype=torch.int32) + seen.past
             ends = ends.expand(batch, -1)

@@ -1,15 +1,12 @@
-"""Index scores of transformers' indexers: bfloat16 queries and keys that lie one after the other, no page, no scale."""
+"""A Triton kernel for the index scores of bfloat16 keys that lie side by side, as transformers' caches hold them."""
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jax_sparse_mla.launch.describe import Launch, Output
-from sparse_mla_torch.launch.executor import executor
+from jax_sparse_mla.launch.describe import Executor, Launch, Output
 
 _KEYS, _WARPS = 128, 8
 
@@ -48,32 +45,12 @@ def index_scores_kernel(
         tl.store(out, score, mask=inside[:, None] & (key < columns)[None, :])
 
 
-def launch_of(batch: int, rows: int, heads: int, dim: int, columns: int) -> Launch:
-    """Sizes are not zero, dim is a power of two."""
-    tile = 64 if rows > 16 else 16
+def index_scores(execute: Executor, q: Tensor, weights: Tensor, keys: Tensor, lengths: Tensor) -> Tensor:
+    """float32 `[batch, rows, columns]`, of contiguous tensors; no size is zero, the keys' dim is a power of two."""
+    (batch, rows, heads, dim), columns = q.shape, keys.shape[1]
+    tile = 64 if rows > 16 else 16  # a tensor core takes 16 rows at least
     grid = triton.cdiv(rows, tile), triton.cdiv(columns, _KEYS), batch
     constants = {"HEADS": heads, "DIM": dim, "ROWS": tile, "KEYS": _KEYS, "num_warps": _WARPS}
     outputs = (Output((batch, rows, columns), "float32"),)
-    return Launch(index_scores_kernel, "index_scores", grid, (rows, columns), outputs, constants)
-
-
-def by_kernel(keys: Tensor) -> bool:
-    """Whether the kernel serves these keys; elsewhere scores take the heads' products too."""
-    dim = keys.shape[-1]
-    return keys.is_cuda and keys.dtype == torch.bfloat16 and dim >= 16 and dim & (dim - 1) == 0
-
-
-def index_scores(q: Tensor, weights: Tensor, keys: Tensor, lengths: Tensor) -> Tensor:
-    """float32 `[batch, rows, columns]`, arguments as of `select`; what stands behind a row's length is not to be read.
-
-    transformers multiplies float32 copies. Products of bfloat16 numbers are exact in float32, so that the scores differ
-    by the order of their sums only.
-    """
-    if by_kernel(keys):
-        launch = launch_of(*q.shape, keys.shape[1])
-        arrays = (x.contiguous() for x in (q, weights, keys, lengths))
-        return executor(q.device)(launch, tuple(arrays))[0]
-    products = torch.matmul(q.float(), keys.float().transpose(1, 2)[:, None])
-    logits = torch.matmul(weights[:, :, None], F.relu_(products))[:, :, 0]
-    behind = torch.arange(keys.shape[1], device=keys.device) >= lengths[..., None]
-    return logits.masked_fill_(behind, -torch.inf)
+    launch = Launch(index_scores_kernel, "index_scores", grid, (rows, columns), outputs, constants)
+    return execute(launch, (q, weights, keys, lengths))[0]

@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_mla_torch import ops
-from sparse_mla_torch.operations.topk import topk_positions
-from sparse_mla_torch.transformers import scores
 
 _SCRATCH_BYTES = 2**28  # of scores
 _MOST_ROWS = 2048  # whose queries and outputs, of all heads, are held at a time
@@ -30,10 +28,16 @@ class Columns(NamedTuple):
     spans: Tensor  # int32 [batch, rows]
 
 
-def blocks(batch: int, rows: int, columns: int, heads: int) -> list[slice]:
-    """Rows in blocks, by the scratch that their scores over so many columns take."""
-    each = 4 * batch * max(columns, 1) * heads
-    size = max(1, min(_SCRATCH_BYTES // each, _MOST_ROWS // batch))
+def by_kernel(keys: Tensor) -> bool:
+    """Whether our kernel scores these index keys; elsewhere there are scores of every head."""
+    dim = keys.shape[-1]
+    return keys.is_cuda and keys.dtype == torch.bfloat16 and dim >= 16 and dim & (dim - 1) == 0
+
+
+def blocks(batch: int, rows: int, keys: Tensor | None, heads: int) -> list[slice]:
+    """Rows in blocks, by the scratch that their scores take; keys None: there are none."""
+    each = 0 if keys is None else 4 * batch * keys.shape[1] * (1 if by_kernel(keys) else heads)
+    size = max(1, min(_SCRATCH_BYTES // max(each, 1), _MOST_ROWS // batch))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -52,19 +56,43 @@ def select(q: Tensor, weights: Tensor, keys: Tensor, lengths: Tensor, topk: int,
     if columns <= topk:
         indices = torch.arange(columns, device=q.device, dtype=torch.int32).expand(batch, rows, -1)
     else:
-        logits = scores.index_scores(q, weights, keys, lengths)
-        if seen is not None:
-            logits.masked_fill_(~seen[:, None], -torch.inf)
-        if logits.is_cuda:
-            indices = topk_positions(logits.flatten(0, 1), lengths.flatten(), topk).unflatten(0, (batch, rows))
-        else:
-            indices = logits.topk(topk).indices.to(torch.int32)
+        with torch.cuda.device_of(q):
+            logits = index_scores(q, weights, keys, lengths)
+            if seen is not None:
+                logits.masked_fill_(~seen[:, None], -torch.inf)
+            indices = _highest(logits, lengths, topk)
     valid = (indices >= 0) & (indices < lengths[..., None])
     if seen is not None:
         rows_of = seen[:, None].expand(-1, rows, -1)
         valid &= rows_of.gather(2, indices.clamp(min=0).long())
     indices = indices.masked_fill(~valid, -1)
     return Columns(indices, lengths.clamp(max=topk))  # entries that a row does not see stand last
+
+
+def _highest(logits: Tensor, lengths: Tensor, topk: int) -> Tensor:
+    """int32 `[batch, rows, topk]`, those within the length first."""
+    if not logits.is_cuda:
+        return logits.topk(topk).indices.to(torch.int32)
+    from sparse_mla_torch.operations.topk import topk_positions  # which imports Triton
+
+    return topk_positions(logits.flatten(0, 1), lengths.flatten(), topk).unflatten(0, lengths.shape)
+
+
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor, lengths: Tensor) -> Tensor:
+    """float32 `[batch, rows, columns]`, arguments as of `select`; what stands behind a row's length is not to be read.
+
+    transformers multiplies float32 copies. Products of bfloat16 numbers are exact in float32, so that the scores differ
+    by the order of their sums only.
+    """
+    if by_kernel(keys):
+        from sparse_mla_torch.launch.executor import executor
+        from sparse_mla_torch.transformers import scores
+
+        return scores.index_scores(executor(q.device), *(x.contiguous() for x in (q, weights, keys, lengths)))
+    products = torch.matmul(q.float(), keys.float().transpose(1, 2)[:, None])
+    logits = torch.matmul(weights[:, :, None], F.relu_(products))[:, :, 0]
+    behind = torch.arange(keys.shape[1], device=keys.device) >= lengths[..., None]
+    return logits.masked_fill_(behind, -torch.inf)
 
 
 def attend(q: Tensor, kv: Tensor, columns: Columns, scale: float, attn_sink: Tensor | None = None) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
-from sparse_mla_torch.transformers import scores
 from sparse_mla_torch.transformers.select import Columns, Seen, attend, blocks, select
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, [batch or 1, rows, rope / 2]
@@ -33,17 +32,16 @@ class SparseV4Attention(v4.DeepseekV4Attention):
         if cache is not None:
             kv = cache.update(kv, kv, self.layer_idx)[0]
         kv = kv[:, 0]
-        num_tokens, keys, heads = kv.shape[1], None, 1
+        num_tokens, keys = kv.shape[1], None
         selects = self.layer_type == "compressed_sparse_attention"
         if self.compressor is not None:
             entries = _compress(self.compressor, "compressor", hidden_states, layer, overlap=selects)
             kv = torch.cat((kv, entries), 1)
         if selects:
             keys = _compress(self.compressor.indexer, "indexer", hidden_states, layer, overlap=True)
-            heads = 1 if scores.by_kernel(keys) else self.compressor.indexer.num_heads
 
         outputs = []
-        for block in blocks(batch, num_rows, 0 if keys is None else keys.shape[1], heads):
+        for block in blocks(batch, num_rows, keys, self.config.index_n_heads):
             turn = tuple(x[:, block] for x in rotary)
             columns = self._window(attention_mask, block, num_tokens, batch, num_rows)
             if self.compressor is not None:
