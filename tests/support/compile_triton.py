@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import triton
+from sparse_mla_torch.transformers import scores
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -244,6 +245,13 @@ def indexer_cases(capability):
         yield from recorded(capability, f"{ratio} {rows}", write_layer, ratio, rows, layers)
 
 
+def transformers_cases(capability):
+    for rows, columns in ((1, 8192), (2048, 32768)):
+        arrays = Array((1, rows, 64, 128), "bfloat16"), Array((1, rows, 64), "float32")
+        arrays += Array((1, columns, 128), "bfloat16"), Array((1, rows), "int32")
+        yield from recorded(capability, f"{rows}", scores.index_scores, *arrays)
+
+
 def recorded(capability, name, function, *arguments):
     """The launches that a function describes, as cases."""
     recorder = Recorder(capability)
@@ -400,6 +408,7 @@ KERNELS = {
     "kv": (kv_cases, E4M3 | {"wide_store": in_ptx("st.global.v")}),
     "metadata": (metadata_cases, {"redux": in_ptx("redux.sync")}),
     "topk": (topk_cases, {}),
+    "transformers": (transformers_cases, PRODUCTS | WGMMA),
 }
 
 
