@@ -609,7 +609,8 @@ fault("use-overlap", "transformers' V4: an entry takes the window before it from
 fault("use-one-query", "transformers' V4: one query sees the entries of its position",
       "if not selects and num_rows == 1:", "if False:")
 fault = of("interop/sparse_mla_torch/transformers/select.py", "tests/torch_face/test_transformers.py")
-fault("use-all-entries", "all entries are attended to, whatever is selected", "    if columns <= topk:\n", "    if True:\n")
+fault("use-all-entries", "all entries are attended to, whatever is selected",
+      "    if columns <= topk:\n", "    if True:\n")
 fault("use-padding", "padding is selected", "logits.masked_fill_(~seen[:, None], -torch.inf)", "pass")
 fault("use-future", "a query attends to the token behind it",
       "(indices >= 0) & (indices < lengths[..., None])", "(indices >= 0) & (indices <= lengths[..., None])")
