@@ -615,6 +615,30 @@ fault("plugin-v41-tie", "vLLM's FP4 writer: a tie goes to the odd code", "size >
 fault = of("interop/sparse_mla_torch/plugins/short_prefill.py", "tests/torch_face/test_short_prefill.py")
 fault("short-prefill-override", "a backend that is named for prefill is not asked",
       'override_of("prefill") is not None or ', "")
+fault = of("interop/sparse_mla_torch/transformers/v4.py", "tests/torch_face/test_transformers.py")
+fault("use-sink", "transformers' V4 attends without its sink", "self.scaling, self.sinks.float())", "self.scaling)")
+fault("use-window", "transformers' V4: the window has a token more",
+      "torch.arange(self.sliding_window, device", "torch.arange(self.sliding_window + 1, device")
+fault("use-window-start", "transformers' V4: a chunk's window begins at the first token that the cache keeps, too late",
+      "valid = (token >= first)", "valid = (token > first)")
+fault("use-overlap", "transformers' V4: an entry takes the window before it from the same window",
+      "x[:, :-1, :, :dim]), 1)", "x[:, 1:, :, :dim]), 1)")
+fault("use-one-query", "transformers' V4: one query sees the entries of its position",
+      "if not selects and num_rows == 1:", "if False:")
+fault = of("interop/sparse_mla_torch/transformers/select.py", "tests/torch_face/test_transformers.py")
+fault("use-all-entries", "all entries are attended to, whatever is selected",
+      "    if columns <= topk:\n", "    if True:\n")
+fault("use-padding", "padding is selected", "logits.masked_fill_(~seen[:, None], -torch.inf)", "pass")
+fault("use-future", "a query attends to the token behind it",
+      "(indices >= 0) & (indices < lengths[..., None])", "(indices >= 0) & (indices <= lengths[..., None])")
+fault("use-batch", "rows of a batch attend to the first one's keys",
+      "torch.where(indices < 0, -1, indices + first[:, None, None])", "indices")
+fault = of("interop/sparse_mla_torch/transformers/dsa.py", "tests/torch_face/test_transformers.py")
+fault("use-past", "a chunk forgets the tokens before it", "dtype=torch.int32) + seen.past", "dtype=torch.int32)")
+fault("use-rotary", "a block's queries turn as the first block's do",
+      "turn = tuple(x[:, block] for x in rotary)", "turn = tuple(x[:, : block.stop - block.start] for x in rotary)")
+fault("use-shared", "GLM-5: a layer that shares attends to the first block's selection", "shared[:, block]",
+      "shared[:, : block.stop - block.start]")
 fault = of("interop/sparse_mla_torch/layers.py", "tests/torch_face/test_torch_layers.py")
 fault("torch-layer-weights", "torch's V3.2 layer: index weights go without the queries' scale",
       "rows.index_weights * scale,", "rows.index_weights,")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import triton
+from sparse_mla_torch.transformers import scores
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -264,6 +265,13 @@ def fp4_quantisers(execute, hadamard):
     triton_fp4.write_index_k(execute, *arrays, hadamard=hadamard, least_exponent=-13, keeps_zero=False)
 
 
+def transformers_cases(capability):
+    for rows, columns in ((1, 8192), (2048, 32768)):
+        arrays = Array((1, rows, 64, 128), "bfloat16"), Array((1, rows, 64), "float32")
+        arrays += Array((1, columns, 128), "bfloat16"), Array((1, rows), "int32")
+        yield from recorded(capability, f"{rows}", scores.index_scores, *arrays)
+
+
 def recorded(capability, name, function, *arguments):
     """The launches that a function describes, as cases."""
     recorder = Recorder(capability)
@@ -420,6 +428,7 @@ KERNELS = {
     "kv": (kv_cases, E4M3 | {"wide_store": in_ptx("st.global.v")}),
     "metadata": (metadata_cases, {"redux": in_ptx("redux.sync")}),
     "topk": (topk_cases, {}),
+    "transformers": (transformers_cases, PRODUCTS | WGMMA),
 }
 
 

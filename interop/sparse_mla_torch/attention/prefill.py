@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from jax_sparse_mla.argument_checks import BF16, FLOAT32
+from jax_sparse_mla.argument_checks import BF16, FLOAT32, FLOATS
 from jax_sparse_mla.attention.backend import Call
 from jax_sparse_mla.attention.hopper.prefill import alone
 from jax_sparse_mla.attention.index_table import V_DIM, TableShape
@@ -58,10 +58,11 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     q, kv, indices, lengths, attn_sink = tensors
     check = TensorChecks(options.function, q)
     options = options._replace(softmax_scale=check_scale(options.function, options.softmax_scale))
-    q_len, heads, qk_dim = check.strided("q", q, (None,) * 3, BF16).shape
+    floats = BF16 if q.is_cuda else FLOATS  # the reference computes in float32 too
+    q_len, heads, qk_dim = check.strided("q", q, (None,) * 3, floats).shape
     if qk_dim not in (512, 576):
         raise check.fail(f"q must have rows of 512 or 576 values, got {qk_dim}")
-    kv_len = len(check.strided("kv", kv, (None, 1, qk_dim), BF16))
+    kv_len = len(check.strided("kv", kv, (None, 1, qk_dim), floats))
     topk = check.strided("indices", indices, (q_len, 1, None)).shape[-1]
     if lengths is not None:
         check.strided("topk_length", lengths, (q_len,))

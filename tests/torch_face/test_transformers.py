@@ -1,0 +1,328 @@
+"""transformers' models in use by our kernels: logits and tokens of eager attention, in memory without its squares."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import sparse_mla_torch
+from compiled_facts import ARCHITECTURES, LEAST_SHARED_MEMORY, compiled_facts
+from hf_models import CONFIGS, DEVICE, random_model, random_tokens, small_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_mla_torch.transformers import select, use
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, StaticCache
+from triton_device import DEVICE as TRITON_DEVICE
+
+pytestmark = pytest.mark.torch
+
+MODELS = "v32", "glm5", "v4"
+LENGTH = 200  # V3.2 and GLM-5 select 64 entries; V4's window has 128, and it selects 16 of 50 entries
+EACH = pytest.mark.parametrize("name", MODELS)
+FLOAT32 = pytest.mark.cpu  # in which kernels do not compute
+
+
+def float32_model(name):
+    return copy.deepcopy(small_model(name)).float()
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: float32_model(name) for name in MODELS}
+
+
+def batch_of(rows, length=LENGTH):
+    return torch.tensor([random_tokens(length, seed) for seed in range(rows)])
+
+
+@torch.no_grad()
+def run(model, tokens, cuts=(), mask=None):
+    """The logits of all tokens, in chunks that begin at these positions, with a cache; positions as `generate`'s."""
+    cache, logits, options = DynamicCache(config=model.config), [], {}
+    positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+    for start, stop in zip((0, *cuts), (*cuts, tokens.shape[1])):
+        if mask is not None:
+            options |= {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+        logits.append(model(tokens[:, start:stop], cache=cache, **options).logits)
+    return torch.cat(logits, 1)
+
+
+def left_padding(tokens, *counts):
+    mask = torch.ones_like(tokens)
+    for row, count in zip(mask, counts):
+        row[:count] = 0
+    return mask
+
+
+def assert_close(ours, eager, mask=None):
+    real = slice(None) if mask is None else mask.bool()
+    torch.testing.assert_close(ours[real], eager[real], rtol=1e-4, atol=1e-4)
+
+
+# --- the same as eager ----------------------------------------------------------------------------
+
+
+@FLOAT32
+@EACH
+@torch.no_grad()
+def test_logits_are_eager_s(name, models):
+    model, tokens = models[name], batch_of(2)
+    eager = model(tokens, use_cache=False).logits
+    with use(model):
+        assert_close(model(tokens, use_cache=False).logits, eager)
+        assert_close(run(model, tokens), eager)
+
+
+@FLOAT32
+@EACH
+@settings(max_examples=3, deadline=None)
+@given(
+    st.sets(st.integers(1, LENGTH - 1), max_size=3), st.sampled_from(["left", "right", "holes"]), st.integers(75, 150)
+)
+def test_chunks_and_padding(name, models, cuts, side, padding):
+    """Chunks of any sizes, the last of one token, in a batch in which one row is padded, wherever."""
+    model, tokens = models[name], batch_of(2)
+    mask = left_padding(tokens, padding)
+    if side == "right":
+        mask = mask.flip(1)
+    elif side == "holes":
+        mask[0, ::3] = 1
+    cuts = sorted(cuts | {LENGTH - 1})
+    eager = run(model, tokens, cuts, mask)
+    with use(model):
+        assert_close(run(model, tokens, cuts, mask), eager, mask)
+
+
+@FLOAT32
+@EACH
+def test_generated_tokens_are_eager_s(name, models):
+    model, tokens = models[name], batch_of(3)
+    options = {"attention_mask": left_padding(tokens, 0, 67, 130), "do_sample": False, "pad_token_id": 0}
+    for more in ({"max_new_tokens": 6}, {"max_new_tokens": 2, "num_beams": 2}):
+        eager = model.generate(tokens, **options, **more)
+        with use(model):
+            ours = model.generate(tokens, **options, **more)
+        assert torch.equal(ours, eager), more
+
+
+@FLOAT32
+@EACH
+@torch.no_grad()
+def test_a_cache_goes_on_after_undo(name, models):
+    model, tokens = models[name], batch_of(1)
+    eager = run(model, tokens, [150])
+    cache = DynamicCache(config=model.config)
+    with use(model):
+        model(tokens[:, :150], cache=cache)
+    assert_close(model(tokens[:, 150:], cache=cache).logits, eager[:, 150:])
+
+
+@FLOAT32
+@EACH
+@torch.no_grad()
+def test_blocks_of_rows(name, models, monkeypatch):
+    model, tokens = models[name], batch_of(2)
+    mask = left_padding(tokens, 40)
+    eager = model(tokens, attention_mask=mask).logits
+    monkeypatch.setattr(select, "_MOST_ROWS", 2 * 48)
+    with use(model):
+        assert_close(model(tokens, attention_mask=mask).logits, eager, mask)
+
+
+@FLOAT32
+@torch.no_grad()
+def test_an_adapter_on_the_latent_projection(models):
+    """kv_b_proj is absorbed into queries and outputs, whatever module it is."""
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 0.3 * x.sum(-1, keepdim=True) * torch.linspace(-1, 1, self.out_features)
+
+    model, tokens = copy.deepcopy(models["v32"]), batch_of(1)
+    before = model(tokens).logits
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = Adapted
+    eager = model(tokens).logits
+    assert (eager - before).abs().max() > 0.01
+    with use(model):
+        assert_close(model(tokens).logits, eager)
+
+
+@EACH
+@torch.no_grad()
+def test_bfloat16_is_as_near_to_float32_as_eager(name):
+    """Without choices between near scores, of which rounding makes others: all entries and all experts."""
+    everything = {"index_topk": 256, "num_experts_per_tok": 4}
+    model = random_model(CONFIGS[name](**everything), seed=1).to(DEVICE)
+    tokens = batch_of(2).to(DEVICE)
+    exact = copy.deepcopy(model).float()(tokens).logits
+    eager = (model(tokens).logits - exact).abs()
+    with use(model):
+        ours = (model(tokens).logits - exact).abs()
+    assert ours.mean() < 1.2 * eager.mean() and ours.max() < 2 * eager.max()
+
+
+# --- memory -----------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+@FLOAT32
+@EACH
+@torch.no_grad()
+def test_no_tensor_has_the_square_of_the_tokens(name, models, monkeypatch):
+    monkeypatch.setattr(select, "_SCRATCH_BYTES", 2**19)
+    monkeypatch.setattr(select, "_MOST_ROWS", 32)
+
+    def growth():
+        """How the largest tensor grows with twice the tokens."""
+        elements = []
+        for length in (400, 800):
+            with Largest() as mode:
+                models[name](batch_of(1, length), use_cache=False, logits_to_keep=1)
+            elements.append(mode.elements)
+        return elements[1] / elements[0]
+
+    assert growth() > 3
+    with use(models[name]):
+        assert growth() < 2.3
+
+
+# --- what is refused, and undone ------------------------------------------------------------------
+
+
+@EACH
+def test_undo(name):
+    model, tokens = copy.deepcopy(small_model(name)), batch_of(1, 60).to(DEVICE)
+    with torch.no_grad():
+        before = model(tokens).logits
+        classes = [type(module) for module in model.modules()]
+        handle = sparse_mla_torch.transformers.use(model)
+        with pytest.raises(ValueError, match="in use already"):
+            use(model)
+        other = copy.deepcopy(model)
+        handle.undo()
+        handle.undo()
+        assert [type(module) for module in model.modules()] == classes and not model.model._forward_pre_hooks
+        assert torch.equal(model(tokens).logits, before)
+        with pytest.raises(KeyError), use(model):
+            raise KeyError
+        assert torch.equal(model(tokens).logits, before)
+        # A copy stays in use.
+        with use(model):
+            assert torch.equal(other(tokens).logits, model(tokens).logits)
+
+
+@EACH
+def test_calls_that_are_refused(name):
+    model, tokens = copy.deepcopy(small_model(name)), batch_of(1, 20).to(DEVICE)
+    two = torch.arange(10, device=DEVICE).repeat(2)[None]
+    refused = [
+        ("output_attentions", {"output_attentions": True}),
+        ("attention_mask must be", {"attention_mask": torch.ones(1, 1, 20, 20, device=DEVICE)}),
+        ("static cache", {"attention_mask": {"indexed_attention": torch.ones(1, 1, 20, 20, device=DEVICE)}}),
+        ("DynamicCache, got StaticCache", {"cache": StaticCache(config=small_model("v32").config, max_cache_len=64)}),
+        ("packed", {"position_ids": two, "use_cache": False}),
+    ]
+    cache = DynamicCache(config=model.config)
+    with use(model), torch.no_grad():
+        for match, options in refused:
+            with pytest.raises(ValueError, match=match):
+                model(tokens, **{"cache": None if "use_cache" in options else cache, **options})
+        model.train()
+        model.config.attention_dropout = 0.1
+        with pytest.raises(ValueError, match="attention_dropout"):
+            model(tokens, cache=cache)
+        assert cache.get_seq_length() == 0
+        model.eval()
+        if name != "v4":  # which refuses it itself
+            with pytest.raises(ValueError, match="static cache"):
+                model.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+
+
+def test_models_that_are_refused(monkeypatch):
+    with pytest.raises(TypeError, match="got Linear"):
+        use(torch.nn.Linear(2, 2))
+    model = copy.deepcopy(small_model("v32"))
+    with pytest.raises(TypeError, match=r"of torch.bfloat16.*, got torch.float16"):
+        use(model.half())
+    model.bfloat16()
+    monkeypatch.setattr(model.config, "kv_lora_rank", 256)
+    with pytest.raises(ValueError, match="kv_lora_rank 512, got 256"):
+        use(model)
+    monkeypatch.undo()
+    attention = model.model.layers[1].self_attn
+    attention.forward = attention.forward
+    with pytest.raises(ValueError, match="hooks"):
+        use(model)
+    assert not any("Sparse" in type(module).__name__ for module in model.modules())
+    monkeypatch.setattr(model.config, "model_type", "llama")
+    with pytest.raises(TypeError, match="got llama"):
+        use(model)
+
+
+def test_a_gradient_is_refused_by_the_operator_s_name():
+    model, tokens = copy.deepcopy(small_model("v32")), batch_of(1, 20).to(DEVICE)
+    with use(model):
+        loss = model(tokens, labels=tokens).loss
+        with pytest.raises(RuntimeError, match="sparse_mla_prefill"):
+            loss.backward()
+
+
+# --- selection --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 40), st.integers(1, 24), st.integers(0, 99))
+def test_selected_entries(rows, columns, topk, seed):
+    random = torch.Generator().manual_seed(seed)
+    q, keys = torch.randn(2, rows, 8, 16, generator=random), torch.randn(2, columns, 16, generator=random)
+    weights = torch.rand(2, rows, 8, generator=random)
+    lengths = torch.randint(0, columns + 2, (2, rows), generator=random)
+    seen = torch.rand(2, columns, generator=random) < 0.7 if seed % 2 else None
+    indices, spans = select.select(q, weights, keys, lengths, topk, seen)
+    scores = (torch.einsum("brhd,bcd->brhc", q, keys).relu() * weights[..., None]).sum(2)
+    for b in range(2):
+        for r in range(rows):
+            entries = [c for c in range(min(lengths[b, r], columns)) if seen is None or seen[b, c]]
+            best = sorted(entries, key=lambda c: -scores[b, r, c])[:topk]
+            got = indices[b, r, : spans[b, r]]
+            assert sorted(got[got >= 0].tolist()) == sorted(best)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_the_kernel_scores_as_the_plain_code(rows):
+    from sparse_mla_torch.launch.executor import executor
+    from sparse_mla_torch.transformers import scores
+
+    random = torch.Generator().manual_seed(rows)
+    q, keys = torch.randn(2, rows, 5, 32, generator=random), torch.randn(2, 150, 32, generator=random)
+    weights = torch.randn(2, rows, 5, generator=random)
+    lengths = torch.randint(0, 151, (2, rows), generator=random, dtype=torch.int32)
+    lengths[1] //= 8  # a block that no row of the tile sees
+    arrays = [x.to(TRITON_DEVICE) for x in (q.bfloat16(), weights, keys.bfloat16(), lengths)]
+    got = scores.index_scores(executor(torch.device(TRITON_DEVICE)), *arrays).cpu()
+    expected = select.index_scores(q.bfloat16().float(), weights, keys.bfloat16().float(), lengths)
+    seen = torch.arange(150) < lengths[..., None]
+    torch.testing.assert_close(got[seen], expected[seen], rtol=1e-4, atol=1e-4)
+
+
+@ARCHITECTURES
+def test_the_kernel_compiles(capabilities, tmp_path):
+    for fact in compiled_facts("transformers", tmp_path, capabilities):
+        assert fact["shared"] <= LEAST_SHARED_MEMORY and fact["bf16_products"], fact
+        assert fact["wgmma"] == (fact["capability"] == 90 and "2048" in fact["kernel"]), fact
