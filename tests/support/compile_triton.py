@@ -139,7 +139,7 @@ def topk_cases(capability):
 
 # The newer layouts that are compiled, the second cache's behind a "+": of each tile one capability in every run, and
 # for the long test's capabilities the other ways to read rows.
-NEWER = dict.fromkeys((80, 86, 90, 100), ("V41_FP8", "V41_FP8+V41_FP4"))
+NEWER = dict.fromkeys((80, 90, 100), ("V41_FP8", "V41_FP8+V41_FP4"))
 NEWER |= dict.fromkeys((89, 120), ("V41_FP8_SPLIT+V41_FP4_SPLIT", "NOPE_FP8_TENSOR"))
 ATTENTION_TYPES = {"q": "*bf16", "qk_scale": "fp32"} | dict.fromkeys(("partial", "partial_lse"), "*fp32")
 ATTENTION_TYPES |= dict.fromkeys(("sink", "scale", "extra_scale", "lse", "max_logits"), "*fp32")

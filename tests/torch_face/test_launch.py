@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from jax_sparse_mla import packages
+from jax_sparse_mla.launch import triton_versions
 from jax_sparse_mla.launch.describe import Launch, Output
 
 pytestmark = pytest.mark.torch
@@ -239,6 +240,7 @@ def test_what_the_installed_triton_compiles(driver, monkeypatch, tmp_path):
     launch((x, None), (out, None))
     (entry,) = re.findall(r"\.entry\s+\w+\((.*?)\)", compiled[0].asm["ptx"], re.DOTALL)
     driver.sizes = [int(bits) // 8 for bits in re.findall(r"\.param \.[a-z](\d+)", entry)]
+    assert len(driver.sizes) == 5 + triton_versions.SCRATCH
     launch((x, None), (out, None))
     function, sizes, *_, values, extra = driver.launches.pop()
     assert own.launches == 1 and (function, sizes, extra) == (77, [5, 2, 1, 64, 1, 1, 0], None)
