@@ -19,7 +19,7 @@ from jax_sparse_mla.cli.arguments import positive_int
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indices.topk import route as topk
 from jax_sparse_mla.kv_cache.layout import workspace_layout
-from jax_sparse_mla.launch import build
+from jax_sparse_mla.launch import build, triton_versions
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32
 from jax_sparse_mla.packages import version
 
@@ -37,6 +37,10 @@ def run(args: argparse.Namespace) -> int:
     print(*_verdict(device, missing), sep="\n")
     print(f"device     {_describe(device)}")
     print(f"python     {platform.python_version()}, jax {jax.__version__}, jaxlib {version('jaxlib')}")
+    if triton := version("triton"):
+        unknown = triton_versions.unknown()
+        print(f"triton     {triton}: " + ("unknown to our launchers, every launch takes the host longer" if unknown
+                                          else "launched by our own launchers"))  # fmt: skip
     carried, others = build.carried()
     print(f"binaries   carried: {', '.join(carried) or 'none, compilers make them at the first use'}")
     if others:

@@ -20,7 +20,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jax_sparse_mla.device import DeviceInfo
-from jax_sparse_mla.launch import triton_launch, tvm
+from jax_sparse_mla.launch import triton_launch, triton_versions, tvm
 from jax_sparse_mla.launch.describe import Device, Launch, Output
 from jax_sparse_mla.packages import once, warn_once, why_not
 
@@ -65,8 +65,8 @@ class Executor:
 
 @once
 def own_launcher() -> bool:
-    """Whether `triton_launch` can launch: its packages are there, and its C++."""
-    if why_not("tvm_ffi"):
+    """Whether `triton_launch` can launch: its packages are there, the Triton is a known one, and its C++."""
+    if why_not("tvm_ffi") or not triton_versions.are_known("jax-triton launches, slower on the host"):
         return False
     try:
         tvm.binder()

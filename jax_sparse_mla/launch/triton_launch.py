@@ -21,7 +21,7 @@ import jax.extend as jex
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_sparse_mla.launch import tvm
+from jax_sparse_mla.launch import triton_versions, tvm
 from jax_sparse_mla.launch.describe import Launch
 from jax_sparse_mla.packages import give_triton_a_cache, once
 
@@ -73,13 +73,14 @@ def call(
     constants = dict(constants) | {name: None for name, x in arguments.items() if x is None}
     types = {name: _type(x) for name, x in arguments.items() if x is not None}
     options = {name: constants.pop(name) for name in list(constants) if name not in kernel.arg_names}
+    options |= triton_versions.OPTIONS
     operands = [x for x in inputs if isinstance(x, jax.Array)]
     results = [x for x in outputs if x is not None]
     buffers = iter(range(len(operands) + len(results)))
     parameters = []
     for name, kind in types.items():
         parameters += (next(buffers), 0) if kind.startswith("*") else (-1, _bytes(kind, arguments[name]))
-    parameters += (-1, 0) * 2  # memory for the kernel and for a profiler, which these kernels do not ask for
+    parameters += (-1, 0) * triton_versions.SCRATCH
     operand = {i: n for n, i in enumerate(i for i, x in enumerate(inputs) if isinstance(x, jax.Array))}
     result = {i: n for n, i in enumerate(i for i, x in enumerate(outputs) if x is not None)}
     compiled = kernel, _items(types), _items(constants), _items(options), capability
@@ -171,7 +172,7 @@ def compile_kernel(
             f"Triton cannot keep what it compiles ({error}): set TRITON_CACHE_DIR to a folder"
         ) from error
     metadata = made.metadata
-    if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
+    if triton_versions.takes_more(metadata):
         raise RuntimeError(f"{metadata.name} needs scratch memory or a cluster, which kernel_launch.h does not give")
     image = made.asm["cubin"]
     digest = hashlib.sha256(image).hexdigest()

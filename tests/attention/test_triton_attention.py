@@ -132,7 +132,7 @@ def test_it_compiles_within_the_shared_memory(capabilities, tmp_path):
     for capability in capabilities:
         rows = [fact for fact in facts if fact["capability"] == capability]
         newer = ["V41_FP8", "V41_FP8+V41_FP4"]
-        if capability not in (80, 90):
+        if capability in (89, 120):
             newer = ["V41_FP8_SPLIT+V41_FP4_SPLIT", "NOPE_FP8_TENSOR"]
         assert [row["kernel"] for row in rows] == ["V4_FP8", "V32_FP8", *newer, "workspace 576", "combine"]
         for row in rows:

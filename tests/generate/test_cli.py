@@ -97,6 +97,13 @@ def test_doctor_describes_a_gpu_and_says_what_to_install(capsys, monkeypatch):
     assert run(capsys, "doctor")[1].splitlines()[2].startswith("install    nvcc (the CUDA toolkit)")
 
 
+def test_doctor_names_a_triton_that_our_launchers_do_not_know(capsys, monkeypatch):
+    triton = pytest.importorskip("triton")
+    assert re.search(r"^triton +\d.*: launched by our own launchers$", run(capsys, "doctor")[1], re.M)
+    monkeypatch.setattr(triton, "__version__", "9.0.0")
+    assert re.search(r"^triton +\d.*: unknown to our launchers", run(capsys, "doctor")[1], re.M)
+
+
 @pytest.mark.parametrize("rows, backend", [(8, "triton"), (1024, "flashmla")])
 def test_doctor_plans_for_the_columns_of_each_model(capsys, monkeypatch, rows, backend):
     """As the attention functions do: without the columns, little work would not be seen as such."""

@@ -18,6 +18,7 @@ tl = triton.language
 
 from triton.runtime.jit import JITFunction
 
+from jax_sparse_mla import packages
 from jax_sparse_mla.launch import triton_call, triton_launch
 from jax_sparse_mla.launch.describe import Device, Launch, Output
 
@@ -86,6 +87,15 @@ def test_numbers_are_no_part_of_the_program(driver, launched):
     assert triton_launch.compile_kernel.cache_info().misses == before and loads.value == loaded
     launched(jnp.ones(32), size=32)
     assert triton_launch.compile_kernel.cache_info().misses == before + 1 and loads.value == loaded + 1
+
+
+def test_an_unknown_triton_is_left_to_jax_triton_with_a_warning(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "9.0.0")
+    triton_call.own_launcher.cache_clear()
+    packages.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"triton 9\.0\.0 is none .* jax-triton launches, slower"):
+        assert not triton_call.own_launcher()
+    triton_call.own_launcher.cache_clear()
 
 
 def test_triton_has_its_cache_folder_where_jax_triton_was_imported_by_another_package(launched, monkeypatch, tmp_path):

@@ -36,6 +36,7 @@ from jax_sparse_mla.indices import triton_ownership
 from jax_sparse_mla.indices.topk import triton as topk
 from jax_sparse_mla.kv_cache import triton as kv_cache
 from jax_sparse_mla.kv_cache.layout import KVLayout, Pages, workspace_layout
+from jax_sparse_mla.launch import triton_versions
 from jax_sparse_mla.launch.describe import Device, Launch
 from jax_sparse_mla.layers import triton as layer
 from jax_sparse_mla.layers.write import Step
@@ -82,7 +83,7 @@ def facts(name: str, capabilities: list[int]) -> Iterator[dict]:
             all_of_them = capability == WHOLE or cases is attention_cases
             if all_of_them or kernel not in seen or usual[name] != (types, constants):
                 seen.add(kernel)
-                options = {name: constants[name] for name in OPTIONS if name in constants}
+                options = {name: constants[name] for name in OPTIONS if name in constants} | triton_versions.OPTIONS
                 constants = {name: x for name, x in constants.items() if name not in OPTIONS}
                 made = compile_kernel(kernel, types, constants, capability, **options)
                 assert made.asm["cubin"], name
@@ -140,7 +141,7 @@ def topk_cases(capability):
 
 # The newer layouts that are compiled, the second cache's behind a "+": of each tile one capability in every run, and
 # for the long test's capabilities the other ways to read rows.
-NEWER = dict.fromkeys((80, 90), ("V41_FP8", "V41_FP8+V41_FP4"))
+NEWER = dict.fromkeys((80, 90, 100), ("V41_FP8", "V41_FP8+V41_FP4"))
 NEWER |= dict.fromkeys((89, 120), ("V41_FP8_SPLIT+V41_FP4_SPLIT", "NOPE_FP8_TENSOR"))
 ATTENTION_TYPES = {"q": "*bf16", "qk_scale": "fp32"} | dict.fromkeys(("partial", "partial_lse"), "*fp32")
 ATTENTION_TYPES |= dict.fromkeys(("sink", "scale", "extra_scale", "lse", "max_logits"), "*fp32")

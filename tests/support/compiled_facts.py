@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 # Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide).
-SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 LEAST_SHARED_MEMORY = min(SHARED_MEMORY.values())
 
 # Every run compiles for the generation without e4m3 and for the one with wgmma. The others take the branches of one of
@@ -22,6 +22,7 @@ ARCHITECTURES = pytest.mark.parametrize(
     [
         pytest.param((80, 90), marks=pytest.mark.no_gpu, id="sm80-sm90"),
         pytest.param((89, 120), marks=pytest.mark.long, id="sm89-sm120"),
+        pytest.param((100,), marks=pytest.mark.long, id="sm100"),
     ],
 )
 

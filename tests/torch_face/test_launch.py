@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import re
 import struct
 import sys
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
+tl = triton.language
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_mla_torch.attention import call_cache
 from sparse_mla_torch.launch import executor as launching
 from sparse_mla_torch.launch import launcher
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
+from jax_sparse_mla import packages
+from jax_sparse_mla.launch import triton_versions
 from jax_sparse_mla.launch.describe import Launch, Output
 
 pytestmark = pytest.mark.torch
@@ -40,11 +48,8 @@ class Kernel:
         self.own, self.compiled = (
             [],
             types.SimpleNamespace(
-                run=types.SimpleNamespace(
-                    global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False
-                ),
+                metadata=types.SimpleNamespace(num_warps=4, num_ctas=1, shared=1000, global_scratch_size=0),
                 src=types.SimpleNamespace(signature=dict(x="*i32", y="*i32", n="constexpr", scale="fp32", out="*i32")),
-                packed_metadata=(4, 1, 1000),
                 function=77,
             ),
         )
@@ -62,7 +67,7 @@ class Driver:
     """cuLaunchKernel keeps what it is handed, and answers `status`; cuStreamIsCapturing writes `capturing`."""
 
     def __init__(self):
-        self.launches, self.status, self.capturing = [], 0, 0
+        self.launches, self.status, self.capturing, self.sizes = [], 0, 0, SIZES
         context = CONTEXT_DEVICE(lambda device: 201)
         self.functions = LAUNCH_KERNEL(self.launch), STREAM_IS_CAPTURING(self.is_capturing), context
 
@@ -72,7 +77,7 @@ class Driver:
 
     def launch(self, function, *rest):
         *sizes, stream, parameters, extra = rest
-        values = [bytes((ctypes.c_char * n).from_address(parameters[i])) for i, n in enumerate(SIZES)]
+        values = [bytes((ctypes.c_char * n).from_address(parameters[i])) for i, n in enumerate(self.sizes)]
         self.launches.append((function, sizes, stream, values, extra))
         return self.status
 
@@ -111,7 +116,8 @@ def test_the_second_launch_is_direct(driver):
     launch = make(kernel)
     x, y, out = tensors(3)
     launch((x, y), (out, None))
-    assert kernel.own == [((5, 2), (x, y, 1, 0.5, out, None), {"BLOCK": 64, "num_warps": 4})] and not driver.launches
+    constants = {"BLOCK": 64, "num_warps": 4, "enable_fp_fusion": True}
+    assert kernel.own == [((5, 2), (x, y, 1, 0.5, out, None), constants)] and not driver.launches
     other, *_ = tensors(1)
     launch((other, torch.nn.Parameter(y, requires_grad=False)), (out, None))
     (function, sizes, stream, values, extra) = driver.launches.pop()
@@ -148,11 +154,19 @@ def test_unaligned_tensors_are_tritons(driver):
 
 
 @pytest.mark.parametrize(
-    "special", ["global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"]
+    "special, value",
+    [
+        ("global_scratch_size", 1),
+        ("profile_scratch_size", 1),
+        ("launch_cooperative_grid", True),
+        ("launch_pdl", True),
+        ("instrumentation_mode", "gsan"),
+        ("num_ctas", 2),
+    ],
 )
-def test_what_asks_for_more_is_tritons(driver, special):
+def test_what_asks_for_more_is_tritons(driver, special, value):
     kernel = Kernel()
-    setattr(kernel.compiled.run, special, 1)
+    setattr(kernel.compiled.metadata, special, value)
     launch = make(kernel)
     for x, y, out in (tensors(3), tensors(3)):
         launch((x, y), (out, None))
@@ -161,11 +175,85 @@ def test_what_asks_for_more_is_tritons(driver, special):
 
 def test_other_versions_are_launched_by_triton(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "9.0.0")
+    packages.warn_once.cache_clear()
     kernel = Kernel()
     launch = make(kernel)
-    for x, y, out in (tensors(3), tensors(3)):
-        launch((x, y), (out, None))
+    with pytest.warns(UserWarning, match=r"triton 9\.0\.0 is none .* some 20 µs of the host more a call"):
+        launch((x := tensors(1)[0], x), (x, None))
+    launch((x, x), (x, None))
     assert len(kernel.own) == 2
+
+
+# --- what the installed Triton compiles ---------------------------------------------------------------------------
+
+
+def scaled(x, absent, n, far, one, scale, out, last, SIZE: tl.constexpr, IS_THERE: tl.constexpr):
+    if IS_THERE:
+        tl.store(last, tl.load(absent))
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, tl.load(x + i) * scale + n + far + one)
+
+
+class TritonDriver:
+    """Stands in for Triton's own, which needs a GPU: it loads nothing, and counts what Triton launches itself."""
+
+    def __init__(self):
+        self.launches, self.utils = 0, self
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448}
+
+    def load_binary(self, name, image, shared, device):
+        return object(), 77, 0, 0, 1024
+
+    def unload_module(self, module):
+        pass
+
+    def launcher_cls(self, source, metadata):
+        def launch(*args):
+            self.launches += 1
+
+        return launch
+
+
+@pytest.mark.no_gpu
+def test_what_the_installed_triton_compiles(driver, monkeypatch, tmp_path):
+    """Its binder, signature and metadata; the parameters are those that the kernel's PTX declares."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    own, compiled = TritonDriver(), []
+    monkeypatch.setattr(triton.runtime.driver, "_active", own)
+    kernel = JITFunction(scaled)  # as `triton.jit` makes it without the interpreter
+    run = kernel.run
+    kernel.run = lambda *args, **options: compiled.append(run(*args, **options)) or compiled[-1]
+    constants = {"SIZE": 64, "IS_THERE": False, "num_warps": 2}
+    launch = launching.DirectLaunch(Launch(kernel, "scaled", (5, 2), (5, 2**40, 1, 0.5), (), constants))
+    x, out = torch.zeros(64), torch.zeros(64)
+    launch((x, None), (out, None))
+    (entry,) = re.findall(r"\.entry\s+\w+\((.*?)\)", compiled[0].asm["ptx"], re.DOTALL)
+    driver.sizes = [int(bits) // 8 for bits in re.findall(r"\.param \.[a-z](\d+)", entry)]
+    assert len(driver.sizes) == 5 + triton_versions.SCRATCH
+    launch((x, None), (out, None))
+    function, sizes, *_, values, extra = driver.launches.pop()
+    assert own.launches == 1 and (function, sizes, extra) == (77, [5, 2, 1, 64, 1, 1, 0], None)
+    numbers = struct.pack("i", 5), struct.pack("q", 2**40), struct.pack("f", 0.5)
+    assert values == [address(x), *numbers, address(out), bytes(8), bytes(8)]
+    # Since 3.8 Triton unloads a kernel that it lets go of.
+    kept = weakref.ref(compiled.pop())
+    kernel.device_caches.clear()
+    gc.collect()
+    assert kept() is not None
+    del launch
+    gc.collect()
+    assert kept() is None
 
 
 def test_failures(driver, module):
@@ -188,7 +276,7 @@ def test_failures(driver, module):
         ((1,), ValueError),
     ):
         with pytest.raises(error, match=r"kernel|bytes"):
-            module.kernel(1, 1, 1, 1, 32, 0, 16, 1, parameters)
+            module.kernel(None, 1, 1, 1, 1, 32, 0, 16, 1, parameters)
     for function in (module.launch, module.launch_again):
         with pytest.raises(TypeError, match="must be a kernel"):
             function(None, x)

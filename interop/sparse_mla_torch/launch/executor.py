@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from jax_sparse_mla.launch import triton_versions
 from jax_sparse_mla.launch.describe import Device, Launch, Output
 from jax_sparse_mla.packages import give_triton_a_cache
 from sparse_mla_torch.launch import launcher
@@ -52,7 +53,9 @@ class Executor:
             results.append(result)
         give_triton_a_cache()
         pointers = map(self._as_pointer, inputs), launch.scalars, map(self._as_pointer, results)
-        launch.kernel[launch.grid](*(x for each in pointers for x in each), **launch.constants)
+        launch.kernel[launch.grid](
+            *(x for each in pointers for x in each), **launch.constants, **triton_versions.OPTIONS
+        )
         return tuple(results)
 
     def _as_pointer(self, x: torch.Tensor | int | None) -> torch.Tensor | int | None:
@@ -88,7 +91,7 @@ class DirectLaunch:
 
     def __init__(self, launch: Launch):
         self._kernel, self._grid, self._scalars = launch.kernel, launch.grid, launch.scalars
-        self._constants = launch.constants
+        self._constants = launch.constants | triton_versions.OPTIONS
         self._compiled: Any = None  # for launcher.c, by tensors that begin at multiples of 16 bytes
         self._launcher: Any = None
 
@@ -115,14 +118,12 @@ class DirectLaunch:
 
     def _known(self, module: Any, compiled: Any, num_inputs: int) -> Any | None:
         """The compiled kernel for `module.launch`; None if it takes more than addresses and numbers."""
-        run, (warps, ctas, shared_bytes) = compiled.run, compiled.packed_metadata
-        special = (run.global_scratch_size, run.profile_scratch_size, run.launch_cooperative_grid, run.launch_pdl)
-        special += (getattr(run, "gsan_enabled", False),)  # of triton 3.8: a sanitiser's parameter
+        made = compiled.metadata
         tensors, parameters = self._parameters(compiled.src.signature, num_inputs)
-        if any(special) or ctas != 1 or 0 in self._grid or parameters is None:
+        if triton_versions.takes_more(made) or 0 in self._grid or parameters is None:
             return None
-        grid = (*self._grid, 1, 1)[:3]
-        return module.kernel(compiled.function, *grid, 32 * warps, shared_bytes, _ALIGNMENT, tensors, parameters)
+        sizes = *(*self._grid, 1, 1)[:3], 32 * made.num_warps, made.shared
+        return module.kernel(compiled, compiled.function, *sizes, _ALIGNMENT, tensors, parameters)
 
     def _parameters(self, types: dict[str, str], num_inputs: int) -> tuple[int, tuple[int | bytes, ...] | None]:
         """How many tensors there are; and of each that the compiled kernel takes the number, of scalars the bytes."""
@@ -137,5 +138,4 @@ class DirectLaunch:
                 parameters.append(struct.pack(_FORMATS[types[name]], numbers[i]))
             elif types[name] != "constexpr":  # a number that Triton made part of the program
                 return tensors, None
-        # Triton passes two more addresses, of memory for the kernel and for a profiler. These kernels ask for neither.
-        return tensors, (*parameters, bytes(8), bytes(8))
+        return tensors, (*parameters, *[bytes(8)] * triton_versions.SCRATCH)

@@ -41,8 +41,8 @@ typedef struct {
   unsigned grid[3], threads, shared_bytes;
   unsigned alignment;  // bytes, of which all addresses must be multiples
   Run run;            // instead of launching `function`
-  PyObject* planned;  // for `run`: bytes
-  const char* plan;   // what is in them
+  PyObject* owner;    // of the function, or of the plan: kept alive
+  const char* plan;   // for `run`
   int num_tensors, count, num_places;
   Parameter parameters[kMaxParameters];
   Place places[kMaxPlaces];
@@ -114,7 +114,7 @@ static void forget_places(Kernel* kernel) {
 static void free_kernel(PyObject* capsule) {
   Kernel* kernel = PyCapsule_GetPointer(capsule, kKernelName);
   forget_places(kernel);
-  Py_XDECREF(kernel->planned);
+  Py_XDECREF(kernel->owner);
   PyMem_Free(kernel);
 }
 
@@ -127,7 +127,7 @@ static PyObject* keep_kernel(const Kernel* kernel) {
     PyMem_Free(kept);
     return NULL;
   }
-  Py_XINCREF(kept->planned);
+  Py_XINCREF(kept->owner);
   return capsule;
 }
 
@@ -149,17 +149,17 @@ static bool read_parameter(PyObject* item, Parameter* parameter) {
 }
 
 PyDoc_STRVAR(kernel_doc,
-             "kernel(function, grid_x, grid_y, grid_z, threads, shared_bytes, alignment, num_tensors, parameters): for "
-             "`launch`, of tensors at multiples of `alignment` bytes. Each parameter is the number of the tensor whose "
-             "address it is, or the bytes of a constant.");
+             "kernel(owner, function, grid_x, grid_y, grid_z, threads, shared_bytes, alignment, num_tensors, parameters): "
+             "for `launch`, of tensors at multiples of `alignment` bytes. The function is unloaded with its owner. Each "
+             "parameter is the number of the tensor whose address it is, or the bytes of a constant.");
 
 static PyObject* make_kernel(PyObject* module, PyObject* arguments) {
   Kernel kernel = {.function = NULL};
   unsigned long long function;
   PyObject* parameters;
-  if (!PyArg_ParseTuple(arguments, "KIIIIIIiO!", &function, &kernel.grid[0], &kernel.grid[1], &kernel.grid[2],
-                        &kernel.threads, &kernel.shared_bytes, &kernel.alignment, &kernel.num_tensors, &PyTuple_Type,
-                        &parameters)) {
+  if (!PyArg_ParseTuple(arguments, "OKIIIIIIiO!", &kernel.owner, &function, &kernel.grid[0], &kernel.grid[1],
+                        &kernel.grid[2], &kernel.threads, &kernel.shared_bytes, &kernel.alignment, &kernel.num_tensors,
+                        &PyTuple_Type, &parameters)) {
     return NULL;
   }
   if (kernel.alignment == 0) return PyErr_Format(PyExc_ValueError, "kernel: alignment");
@@ -182,12 +182,12 @@ PyDoc_STRVAR(planned_doc,
 static PyObject* make_planned(PyObject* module, PyObject* arguments) {
   Kernel kernel = {.alignment = 1};
   unsigned long long run;
-  if (!PyArg_ParseTuple(arguments, "KO!i", &run, &PyBytes_Type, &kernel.planned, &kernel.num_tensors)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "KO!i", &run, &PyBytes_Type, &kernel.owner, &kernel.num_tensors)) return NULL;
   if (kernel.num_tensors > kMaxParameters) {
     return PyErr_Format(PyExc_ValueError, "planned: at most %d tensors", kMaxParameters);
   }
   kernel.run = (Run)(uintptr_t)run;
-  kernel.plan = PyBytes_AsString(kernel.planned);
+  kernel.plan = PyBytes_AsString(kernel.owner);
   return keep_kernel(&kernel);
 }
 

@@ -65,7 +65,8 @@ def direct(function: Function, blocks: int, arrays: Sequence[int | None]) -> Cal
     if (module := launcher.module()) is None:
         return by_driver
     grid_and_block = (blocks, 1, 1, compiled.threads, compiled.shared_bytes)
-    kernel, at_once = module.kernel(function.address, *grid_and_block, 1, num_tensors, parameters), module.launch
+    kernel = module.kernel(function, function.address, *grid_and_block, 1, num_tensors, parameters)
+    at_once = module.launch
 
     def launch(*tensors: torch.Tensor | None) -> None:
         if not at_once(kernel, *tensors):  # a subclass of torch's tensors, or a thread that has no context yet

@@ -179,7 +179,7 @@ def backward_kernel(
         columns = i * SEGMENT + tl.arange(0, SEGMENT)
         tl.store(dq_row + columns[None, :], dqs[i].to(tl.bfloat16), mask=live[:, None])
     if HAS_ROPE:
-        columns = V_DIM + tl.arange(0, 64)
+        columns = tl.arange(0, 64) + V_DIM
         tl.store(dq_row + columns[None, :], dq_rope.to(tl.bfloat16), mask=live[:, None])
 
 

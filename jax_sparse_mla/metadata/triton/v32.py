@@ -162,8 +162,8 @@ def v32_metadata_kernel(
         tl.store(out_cache_loc_ptr + row, tl.load(out_cache_loc_in_ptr + row, mask=live, other=0), mask=in_step)
         tl.store(row_to_request_ptr + row, request, mask=in_step)
         tl.store(index_row_starts_ptr + row, first_key, mask=in_step)
-        # Saturates like cu_seqlens_k.
-        tl.store(index_row_ends_ptr + row, first_key + tl.minimum(causal, _INT_MAX - first_key), mask=in_step)
+        # Saturates like cu_seqlens_k. The constant stands behind: Triton 3.8's interpreter takes no tensor after one.
+        tl.store(index_row_ends_ptr + row, first_key + tl.minimum(causal, -first_key + _INT_MAX), mask=in_step)
         if topk_indices_offset_ptr is not None:
             tl.store(topk_indices_offset_ptr + row, first_key, mask=in_step)
         if ROWS_EACH > 0:
