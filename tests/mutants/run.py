@@ -1,6 +1,6 @@
 """Plants small faults in the Python product, one at a time, and runs the tests of their area: do they notice?
 
-    python tests/mutants/run.py                   # all faults of faults.py and faults_serving.py: about an hour on one core
+    python tests/mutants/run.py                   # all faults: about an hour on one core
     python tests/mutants/run.py topk window       # those whose names contain one of the words
     python tests/mutants/run.py --jobs 2          # two at a time, each in its own copy of the project
     python tests/mutants/run.py --check           # plants nothing: each text occurs once, each test file exists
