@@ -23,7 +23,8 @@ def skip_without(engine: str) -> pytest.MarkDecorator:
 @functools.cache
 def reported(script: str, *arguments: str) -> dict[str, dict]:
     """The script's lines of JSON, by case; under "log" what it said on stderr."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH", "")])
+    ours = map(str, (ROOT, ROOT / "interop", ROOT / "tests/support"))
+    paths = os.pathsep.join([*ours, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths}
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)

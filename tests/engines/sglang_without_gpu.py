@@ -21,6 +21,7 @@ os.environ["SGLANG_DSA_FUSE_TOPK"] = "0"  # SGLang's test kit gives positions, a
 
 import sparse_mla_torch.ops  # noqa: F401 - JAX looks for GPUs when it is imported: before torch pretends to have one
 import torch
+import triton_interpreter  # noqa: F401 - of tests/support: without it the kit's quantiser takes minutes
 from quiet import Quiet
 
 

@@ -331,7 +331,8 @@ def test_kernels_compile_for_every_architecture_within_its_shared_memory(capabil
         assert fact["shared"] <= (SHARED_MEMORY[fact["capability"]] if logits else LEAST_SHARED_MEMORY), fact
         # SM80 has no e4m3 type and multiplies float16 numbers.
         fp4, fp8_products = "FP4" in fact["kernel"], fact["capability"] >= 89
-        assert fact["e4m3_products"] == (logits and not fp4 and fp8_products), fact
+        assert (fact["e4m3_products"] or fact["tensor_memory"]) == (logits and not fp4 and fp8_products), fact
+        assert not fact["tensor_memory"] or fact["capability"] == 100, fact
         assert fact["e5m2_products"] == (fp4 and fp8_products), fact
         assert not fp4 or fact["bf16_products"], fact  # of what e5m2 does not hold
         assert (fact["side_by_side"] or 0) % 4 == 0 and (fact["side_by_side"] is None) != (fp4 and fp8_products), fact

@@ -414,6 +414,7 @@ def wide_copies(kernel):
 
 WGMMA, E4M3 = {"wgmma": in_ptx("wgmma")}, {"e4m3": in_ptx("e4m3")}
 PRODUCTS = {f"{dtype}_products": in_ptx(f"{dtype}.{dtype}") for dtype in ("e4m3", "e5m2", "bf16")}
+PRODUCTS["tensor_memory"] = in_ptx("tcgen05.mma.cta_group::1.kind::f8f6f4")  # SM100's instruction for larger tiles
 WIDE = {"wide_loads": in_ptx("ld.global.v4"), "wide_copies": wide_copies}
 KERNELS = {
     "attention": (attention_cases, {"e4m3": in_ptx("e4m3x2")} | WGMMA | WIDE),
