@@ -114,7 +114,7 @@ def sparse_mla_prefill(
 
 
 def _fake_gradients(q, kv, indices, topk_length, attn_sink, *args, **kwargs):
-    return torch.empty_like(q), torch.empty_like(kv), _float32(q, (0,) if attn_sink is None else attn_sink.shape)
+    return q.new_empty(q.shape), kv.new_empty(kv.shape), _float32(q, (0,) if attn_sink is None else attn_sink.shape)
 
 
 @_operator(_fake_gradients)

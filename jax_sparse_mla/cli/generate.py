@@ -237,7 +237,7 @@ def _check(args: argparse.Namespace, setup: Any, engine: Any, requests: list[Any
     try:
         with activity.show("loading transformers' model"):
             setup.wait_for_check()
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
         print("check      not done: transformers' model could not be loaded")
         return _refused(args, error)
     try:

@@ -194,7 +194,7 @@ def _digest(*parts: object) -> str:
 def find_compiler(kind: str) -> tuple[str, ...] | None:
     """The command of a compiler: what $CC or $CXX says, or the first of its names on the PATH; None without one."""
     if kind == "mosaic":
-        return _MOSAIC
+        return _MOSAIC if find_compiler("c") else None  # its driver is C
     variable, names = _COMPILERS[kind]
     if variable is not None and (words := shlex.split(os.environ.get(variable) or "")):
         program = shutil.which(words[0])

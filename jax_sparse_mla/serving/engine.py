@@ -464,7 +464,10 @@ class Engine:
             return None
         mode = ForwardMode.TARGET_VERIFY if self.drafts else ForwardMode.DECODE
         counts = np.full(len(plan.requests), self.drafts + 1)
-        key = self._bucket(dataclasses.replace(plan, mode=mode, counts=counts, mapped=plan.mapped[:0]))
+        ends = plan.starts + plan.counts
+        replays = any(request.attended > end for request, end in zip(plan.requests, ends))
+        step = dataclasses.replace(plan, mode=mode, counts=counts, mapped=plan.mapped[:0], replays=replays)
+        key = self._bucket(step)
         return None if key in self._programs or key in self._coming else key
 
     def _compile(
@@ -508,7 +511,7 @@ class Engine:
             devices = jax.local_devices()[:1] if self.mesh is None else self.mesh.devices.flatten().tolist()
             path = kept_programs.path_of(key, devices)
             if (step := kept_programs.load(path, devices)) is None:
-                lowered = self._jitted(program).lower(*arguments)
+                lowered = kept_programs.lower(self._jitted(program), arguments)
                 if then is not None:
                     self._coming[then] = _compilers.submit(self._compile, *then)
                 options = options_without_search() if mode is ForwardMode.EXTEND else {}

@@ -20,7 +20,6 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from jax_sparse_mla.attention.backend import BACKENDS
+from jax_sparse_mla.attention.backends import hopper
 from jax_sparse_mla.attention.serve import calls_of
 from jax_sparse_mla.launch import tvm
 from jax_sparse_mla.launch.compile_cache import open_to_others
@@ -71,7 +71,7 @@ def path_of(made_from: Sequence[Any], devices: Sequence[jax.Device]) -> Path | N
 def load(path: Path | None, devices: Sequence[jax.Device]) -> Step | None:
     """The program that `compile` kept, or None."""
     if (saving := _saving.get(path)) is not None:
-        saving.result()
+        saving.join()
     if path is None or not path.is_file() or open_to_others(path.lstat()):
         return None
     try:
@@ -85,6 +85,12 @@ def load(path: Path | None, devices: Sequence[jax.Device]) -> Step | None:
     return call, routes
 
 
+def lower(jitted: Any, arguments: Sequence[Any]) -> jax.stages.Lowered:
+    """The text of a program that this process compiles: it may call kernels that other processes do not have."""
+    with hopper.COMPILED_AHEAD(True):
+        return jitted.lower(*arguments)
+
+
 def compile(path: Path | None, lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) -> Step:
     """Compiles a program, and keeps it where that can be done: in a thread where kernels of other programs are being
     built, for which this one does not wait."""
@@ -96,7 +102,8 @@ def compile(path: Path | None, lowered: jax.stages.Lowered, options: dict[str, A
     if path is None or (was_loaded and jax.default_backend() == "cpu"):
         return step
     if building():
-        _saving[path] = _savers.submit(_save, path, lowered, step)
+        _saving[path] = threading.Thread(target=_save, args=(path, lowered, step), daemon=True)  # no exit waits for it
+        _saving[path].start()
     else:
         _save(path, lowered, step)
     return step
@@ -106,7 +113,7 @@ def _save(path: Path, lowered: jax.stages.Lowered, step: Step) -> None:
     if usable() != expected():  # it may call other kernels than its name says
         return
     # A program with constants of its own cannot be kept, nor one that calls what another process cannot name.
-    with contextlib.suppress(OSError, NotImplementedError, ValueError, pickle.PicklingError, AttributeError, TypeError):
+    with contextlib.suppress(OSError, RuntimeError, ValueError, pickle.PicklingError, AttributeError, TypeError):
         executable, *trees = serialize_executable.serialize(step[0])
         text = lowered.as_text()
         runtimes = [name for name in _RUNTIMES if name in text]
@@ -122,8 +129,7 @@ def _count_hits(event: str, **_: Any) -> None:
         _of_thread.hits = _of_thread.__dict__.get("hits", 0) + 1
 
 
-_savers = ThreadPoolExecutor(1, "keep")
-_saving: dict[Path, Future[None]] = {}
+_saving: dict[Path, threading.Thread] = {}
 _of_thread = threading.local()  # `hits`: programs that JAX's cache has given it
 jax.monitoring.register_event_listener(_count_hits)
 

@@ -12,7 +12,7 @@ from jax_sparse_mla.attention.hopper.prefill import alone
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indexer.route import LOGITS_BACKENDS
 from jax_sparse_mla.indices.topk.route import TOPK_BACKENDS
-from jax_sparse_mla.launch import build, compile_cache
+from jax_sparse_mla.launch import build, compile_cache, triton_versions
 from jax_sparse_mla.launch.triton_call import own_launcher
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.packages import why_not
@@ -27,8 +27,9 @@ def begin_to_load(spec: ModelSpec | None = None) -> None:
     if spec is not None and _has_prefill():
         alone.begin(spec.num_heads, spec.qk_dim)
     for part in _parts():
-        _threads.append(threading.Thread(target=part.load, daemon=True))  # a command that is refused does not wait
-        _threads[-1].start()
+        thread = threading.Thread(target=part.load, daemon=True)  # a command that is refused does not wait
+        thread.start()
+        _threads[:] = [*filter(threading.Thread.is_alive, _threads), thread]
 
 
 def building() -> bool:
@@ -43,13 +44,13 @@ def usable() -> list[bool]:
 
 def expected() -> list[bool]:
     """What `usable` will be where nothing fails to build: a program is named by it, and so begins before all is."""
-    return [compile_cache.available(part.library) and not (part.by_tvm and why_not("tvm_ffi")) for part in _parts()]
+    return [compile_cache.available(part.library) and not part.unusable() for part in _parts()]
 
 
 class _Part(NamedTuple):
     library: compile_cache.Library
     load: Callable[[], Any]  # None or False where it cannot be had
-    by_tvm: bool = True
+    unusable: Callable[[], Any] = partial(why_not, "tvm_ffi")  # why, if that is known before it is built
 
 
 _threads: list[threading.Thread] = []
@@ -63,9 +64,9 @@ def _parts() -> list[_Part]:
     kernels = {"decode": BACKENDS["hopper"], "index_logits": LOGITS_BACKENDS["hopper"], "topk": TOPK_BACKENDS["cuda"]}
     binaries = [backend.binary(phase, device) for phase, backend in kernels.items() if not backend.wrong_device(device)]
     return [
-        _Part(build.binder(), own_launcher),
+        _Part(build.binder(), own_launcher, lambda: why_not("tvm_ffi") or triton_versions.unknown()),
         *(_Part(build.library(*binary), partial(build.module, *binary)) for binary in binaries),
-        *(_Part(alone.library(name), partial(alone.loaded, name), by_tvm=False) for name in alone.begun()),
+        *(_Part(alone.library(name), partial(alone.loaded, name), lambda: None) for name in alone.begun()),
     ]
 
 

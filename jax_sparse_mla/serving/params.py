@@ -7,7 +7,6 @@ place of a layer in an array would be a constant of XLA's kernels, which would b
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -54,26 +53,27 @@ class Packed:
     """Small arrays in one of each dtype, one behind the other."""
 
     form: Any = static()  # the arrays' pytree
-    shapes: tuple[tuple[Any, tuple[int, ...]], ...] = static()  # dtype and shape of each
+    parts: tuple[tuple[int, tuple[int, ...]], ...] = static()  # of each array the number in `packed`, and its shape
     packed: list[jax.Array]  # one-dimensional, by dtype in the order of their first arrays
 
     @classmethod
     def of(cls, tree: Any) -> Packed:
         """The arrays of a pytree."""
         arrays, form = jax.tree.flatten(tree)
-        dtypes = dict.fromkeys(x.dtype for x in arrays)
+        dtypes = list(dict.fromkeys(x.dtype for x in arrays))
         return cls(
             form=form,
-            shapes=tuple((x.dtype, x.shape) for x in arrays),
+            parts=tuple((dtypes.index(x.dtype), x.shape) for x in arrays),
             packed=[jnp.concatenate([x.ravel() for x in arrays if x.dtype == dtype]) for dtype in dtypes],
         )
 
     def tree(self) -> Any:
         """The pytree."""
-        packed, begins, arrays = {x.dtype: x for x in self.packed}, collections.Counter(), []
-        for dtype, shape in self.shapes:
-            begin, begins[dtype] = begins[dtype], begins[dtype] + math.prod(shape)
-            arrays.append(packed[dtype][begin : begins[dtype]].reshape(shape))
+        begins, arrays = [0] * len(self.packed), []
+        for number, shape in self.parts:
+            begin = begins[number]
+            begins[number] += math.prod(shape)
+            arrays.append(self.packed[number][begin : begins[number]].reshape(shape))
         return jax.tree.unflatten(self.form, arrays)
 
 

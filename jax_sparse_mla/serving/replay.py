@@ -53,7 +53,7 @@ class Replay:
         made_from = "replay", static, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         path = kept_programs.path_of(made_from, devices)
         if (step := kept_programs.load(path, devices)) is None:
-            lowered = jax.jit(functools.partial(_attend, *static), donate_argnums=1).lower(*arguments)
+            lowered = kept_programs.lower(jax.jit(functools.partial(_attend, *static), donate_argnums=1), arguments)
             step = kept_programs.compile(path, lowered, options_without_search())
         return step[0]
 

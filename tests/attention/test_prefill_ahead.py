@@ -5,6 +5,7 @@ import functools
 import math
 import struct
 import subprocess
+import threading
 from pathlib import Path
 
 import jax
@@ -29,12 +30,13 @@ ORDER = (15, 2, *range(5, 15), 3, 4, 16, 17, 0, 1)
 
 
 @pytest.fixture
-def begun(monkeypatch):
+def begun(monkeypatch, driver):
     """Kernels that are taken for compiled, and how often each was asked for."""
     kernel, asked = mosaic.Compiled(b"\x7fELF code", "kernel", 384, 218_112, ORDER), []
     monkeypatch.setattr(alone, "_begun", set())
     monkeypatch.setattr(alone, "loaded", lambda name: asked.append(name) or kernel)
     monkeypatch.setattr(triton_call, "own_launcher", lambda: True)
+    monkeypatch.setattr(triton_launch, "DRIVER", driver._name)
     return asked
 
 
@@ -54,12 +56,12 @@ def arguments(tokens=40, heads=16, keys=9, columns=24, lengths=True):
 @pytest.mark.cpu
 @pytest.mark.parametrize("lengths", [True, False])
 def test_a_launch_as_the_driver_gets_it(driver, begun, monkeypatch, lengths):
-    monkeypatch.setattr(triton_launch, "DRIVER", driver._name)
     parameters = ctypes.c_int.in_dll(driver, "parameters")
     parameters.value = len(ORDER) - 1
     alone.begin(16, 512)
     given = arguments(lengths=lengths)
-    out, max_logits, lse = hopper.prefill(*given, softmax_scale=0.5)
+    with hopper.COMPILED_AHEAD(True):
+        out, max_logits, lse = hopper.prefill(*given, softmax_scale=0.5)
     assert (out.shape, out.dtype) == ((40, 16, 512), jnp.bfloat16) and max_logits.shape == lse.shape == (40, 16)
     report = np.asarray(out).view(np.int64).ravel()
     assert report[:5].tolist() == [40, 1, 1, 384, 218_112]  # fewer tokens than the GPU has multiprocessors
@@ -71,8 +73,9 @@ def test_a_launch_as_the_driver_gets_it(driver, begun, monkeypatch, lengths):
     assert sink == 0 and statistics == [x.unsafe_buffer_pointer() for x in (max_logits, lse)]
 
 
-def text_of(function, *shapes) -> str:
-    return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+def text_of(function, *shapes, ahead=True) -> str:
+    with hopper.COMPILED_AHEAD(ahead):
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_only_what_an_engine_has_begun_is_compiled_ahead(begun):
@@ -90,6 +93,7 @@ def test_only_what_an_engine_has_begun_is_compiled_ahead(begun):
     alone.begin(16, 512)
     text = text_of(lambda q: attend(q), q)
     assert "jax_sparse_mla.kernel" in text and "mosaic_gpu" not in text and begun == ["16x512"]
+    assert text_of(attend, q, ahead=False) == before, "a program of whoever has an engine in the same process"
     batched = text_of(jax.vmap(attend), jax.ShapeDtypeStruct((2, *q.shape), q.dtype))
     assert "mosaic_gpu" in batched and "jax_sparse_mla.kernel" not in batched, "XLA's own has a batching rule"
 
@@ -104,9 +108,9 @@ def test_the_public_call_has_it(begun, monkeypatch):
     assert "jax_sparse_mla.kernel" in text and begun == ["16x512"]
 
 
-class NeverRuns:
-    def __init__(self, target, daemon):
-        self.start = lambda: None
+class NeverRuns(threading.Thread):
+    def start(self):
+        pass
 
 
 @pytest.mark.parametrize("why", [None, "it takes jax 0.11.1 or later"])

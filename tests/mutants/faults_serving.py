@@ -10,7 +10,7 @@ fault("loop-caches", "all repetitions of a loop take the first one's cache", "nu
 fault = of("jax_sparse_mla/serving/params.py", "tests/serving/test_looped_layers.py")
 fault("loop-weights", "and its weights", "part = array[number]", "part = array[0]")
 fault("packed-shift", "a layer's small parameters are read from the place before them",
-      "packed[dtype][begin : begins[dtype]]", "packed[dtype][max(begin - 1, 0) :][: math.prod(shape)]")
+      "self.packed[number][begin : begins[number]]", "self.packed[number][max(begin - 1, 0) :][: math.prod(shape)]")
 fault("loop-widens", "a loop widens the bfloat16 weights of all its layers at once",
       "if array.dtype == jnp.bfloat16 else", "if array.dtype == jnp.float64 else")
 fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_looped_layers.py")

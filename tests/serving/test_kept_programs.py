@@ -135,7 +135,7 @@ def test_all_that_a_program_depends_on_names_it(folder, monkeypatch, tmp_path):
 def test_a_program_does_not_wait_for_what_is_built_for_others(folder, monkeypatch, fails):
     """It is kept when all is there, as its name tells what was to come; not where that failed."""
     go_on = threading.Event()
-    part = native._Part(None, lambda: go_on.wait(60) and (None if fails else "a module"), by_tvm=False)
+    part = native._Part(None, lambda: go_on.wait(60) and (None if fails else "a module"), unusable=lambda: None)
     monkeypatch.setattr(native, "_parts", lambda: [part])
     monkeypatch.setattr(native, "_threads", [])
     monkeypatch.setattr(native.compile_cache, "available", lambda library: True)

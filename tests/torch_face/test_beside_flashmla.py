@@ -76,6 +76,7 @@ def prefill(rows: int, heads: int = 64, columns: int = 512) -> Call:
         (decode(4, columns=0), None),
         (prefill(32), 0.9),
         (prefill(32, columns=640), 0.9),
+        (prefill(32, columns=128), 0.9),
         (prefill(32, heads=128), None),
         (Call("prefill", KVLayout.V32_BF16, 32, 64, H200, 512), None),
         (Call("decode", KVLayout.V4_FP8, 4, 128, H200, None, extra_page_size=64), None),

@@ -149,6 +149,16 @@ def test_a_compiled_graph_differentiates(name, device):
             np.testing.assert_allclose(x, y, rtol=0.02, atol=0.01 * np.abs(x).max())
 
 
+@pytest.mark.no_gpu
+def test_a_compiled_graph_knows_the_order_of_gradients():
+    """They are contiguous, though q is not."""
+    q, kv, indices, *_ = (x if x is None else tensor(np.asarray(x)) for x in saved(CASES["V4"]))
+    q, scale = q.transpose(0, 1).contiguous().transpose(0, 1), CASES["V4"].softmax_scale
+    out, _, lse = OPS.sparse_mla_prefill(q, kv, indices, scale)
+    arguments = q, kv, indices, None, None, out, lse, torch.ones_like(out), torch.ones_like(lse), scale, False
+    torch.library.opcheck(OPS._sparse_mla_prefill_backward.default, arguments, test_utils="test_faketensor")
+
+
 def arrays_of(case, device: str = DEVICE) -> gradient.Arrays:
     return gradient.Arrays(*(x if x is None else tensor(np.asarray(x)).to(device) for x in saved(case)))
 

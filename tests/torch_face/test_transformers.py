@@ -222,8 +222,9 @@ def test_undo(name):
         with pytest.raises(KeyError), use(model):
             raise KeyError
         assert torch.equal(model(tokens).logits, before)
-        # A copy stays in use.
+        # A copy stays in use, and what was undone before undoes nothing.
         with use(model):
+            handle.undo()
             assert torch.equal(other(tokens).logits, model(tokens).logits)
 
 

@@ -67,8 +67,8 @@ def families() -> tuple[Family, ...]:
 
 
 def measured_ratio(call: Call) -> float | None:
-    """FlashMLA's time over ours, by the nearest family; None where none has at least half and less than twice the
-    call's columns, or as many heads."""
+    """FlashMLA's time over ours, by the nearest family; None where none has as many heads or, for decode, more than
+    half and less than twice the call's columns. Prefill of few rows is mostly a launch, of any number of columns."""
     if not call.topk:
         return None
     same = [
@@ -78,7 +78,7 @@ def measured_ratio(call: Call) -> float | None:
         and (family.extra_page_size is None) == (call.extra_page_size is None)
     ]
     nearest = min(same, key=lambda family: family.distance(call), default=None)
-    if nearest is None or nearest.distance(call)[1] >= 1:
+    if nearest is None or (call.phase == "decode" and nearest.distance(call)[1] >= 1):
         return None
     return nearest.ratio(call)
 

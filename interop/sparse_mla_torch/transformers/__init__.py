@@ -85,6 +85,7 @@ class Use:
         self._hook.remove()
         for module, own in self._modules:
             module.__class__ = own
+        self._modules = []
 
     def __enter__(self) -> Use:
         return self

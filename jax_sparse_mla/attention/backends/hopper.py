@@ -25,6 +25,9 @@ from jax_sparse_mla.launch import build, tvm
 from jax_sparse_mla.launch.transforms import batched_as
 from jax_sparse_mla.launch.tvm import Buffer, pages_of
 
+# Whether the program that is being traced may call a prefill kernel that this process has compiled ahead. It can then
+# not be exported, so that serving engines alone say so.
+COMPILED_AHEAD = jax.make_user_context(False)
 _DECODE = build.Binary(*BACKENDS["hopper"].binaries["decode"])
 _H200_SM_COUNT = 132  # what a prefill is made for where there is no GPU; it is right on any other, too
 
@@ -75,8 +78,8 @@ def _pages(cache: PagedKV | None) -> tuple[int, ...]:
 def prefill(q, kv, indices, topk_length, attn_sink, *, softmax_scale, batch_invariant=False):
     """As `reference.prefill`; out is bfloat16."""
     del batch_invariant  # a row's result never depends on the others
-    kernel, arrays = alone.kernel_for_xla(*q.shape[1:]), (q, kv, indices, topk_length, attn_sink)
-    return _prefill(*arrays, softmax_scale=softmax_scale, kernel=kernel)
+    kernel = alone.kernel_for_xla(*q.shape[1:]) if COMPILED_AHEAD.value else None
+    return _prefill(q, kv, indices, topk_length, attn_sink, softmax_scale=softmax_scale, kernel=kernel)
 
 
 @partial(jax.jit, static_argnames=("softmax_scale", "kernel"))
