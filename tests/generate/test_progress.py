@@ -48,7 +48,7 @@ class SleepingEngine(Engine):
         time.sleep(COMPILE)
 
         def call(params, state, plan):
-            return None, Late(self._device.submit(time.sleep, STEP[mode])), None, None, None
+            return None, Late(self._device.submit(time.sleep, STEP[mode])), None, None, None, None
 
         return SimpleNamespace(mode=mode, max_seq_len=width), call
 

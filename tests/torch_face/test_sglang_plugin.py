@@ -206,7 +206,7 @@ def test_v4s_prefill_has_no_head_that_sglang_pads_but_room_for_it(sglang, monkey
     q[:, :16] = given.pop("q")
     given["attn_sink"] = torch.nn.functional.pad(given["attn_sink"], (0, 48))
     if served_by == "theirs":
-        given["kv"] = given["kv"].float()
+        given["kv"] = given["kv"].double()
     batch = types.SimpleNamespace(forward_mode=types.SimpleNamespace(is_decode=lambda: False))
     out = backend().forward(q, None, None, types.SimpleNamespace(tp_q_head_num=16), batch, **given)
     if served_by == "ours":
