@@ -52,6 +52,7 @@ def numbers(n: int, seed: int, dtype) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("geometry", [(2, 64), (3, 33), (70, 1)], ids=str)
+@pytest.mark.always(4)
 def test_keys(geometry, writer, dtype):
     """All other bytes stay as they were; slots that do not exist are skipped."""
     rng, (pages, page_size) = np.random.default_rng(1), geometry

@@ -72,6 +72,7 @@ def differentiated(case, device: str = DEVICE, attend=OPS.sparse_mla_prefill, **
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{}, {"deterministic_gradient": True}, {"empty_lse_is_inf": True}], ids=str)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.always(5)
 def test_autograd_is_float64_s(name, options, device):
     check_gradients(CASES[name], differentiated(CASES[name], device, **options))
 
@@ -177,6 +178,7 @@ class TestKernels:
         return compiled_once("sparse_backward", "sparse_backward", tmp_path_factory, watched=True)
 
     @pytest.mark.parametrize("deterministic", [False, True], ids=["float32", "fixed point"])
+    @pytest.mark.always(3)
     @pytest.mark.parametrize("name", CASES)
     def test_triton(self, name, deterministic):
         arrays = arrays_of(CASES[name])

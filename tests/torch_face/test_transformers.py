@@ -77,6 +77,7 @@ def test_logits_are_eager_s(name, models):
 
 
 @FLOAT32
+@pytest.mark.always("v4")
 @EACH
 @settings(max_examples=3, deadline=None)
 @given(
@@ -97,6 +98,7 @@ def test_chunks_and_padding(name, models, cuts, side, padding):
 
 
 @FLOAT32
+@pytest.mark.always("v4")
 @EACH
 def test_generated_tokens_are_eager_s(name, models):
     model, tokens = models[name], batch_of(3)
@@ -109,6 +111,7 @@ def test_generated_tokens_are_eager_s(name, models):
 
 
 @FLOAT32
+@pytest.mark.always("v4")
 @EACH
 @torch.no_grad()
 def test_a_cache_goes_on_after_undo(name, models):
@@ -121,6 +124,7 @@ def test_a_cache_goes_on_after_undo(name, models):
 
 
 @FLOAT32
+@pytest.mark.always("v4")
 @EACH
 @torch.no_grad()
 def test_blocks_of_rows(name, models, monkeypatch):
@@ -151,6 +155,7 @@ def test_an_adapter_on_the_latent_projection(models):
         assert_close(model(tokens).logits, eager)
 
 
+@pytest.mark.always("v4")
 @EACH
 @torch.no_grad()
 def test_bfloat16_is_as_near_to_float32_as_eager(name):
@@ -182,6 +187,7 @@ class Largest(TorchDispatchMode):
 
 
 @FLOAT32
+@pytest.mark.always("v4")
 @EACH
 @torch.no_grad()
 def test_no_tensor_has_the_square_of_the_tokens(name, models, monkeypatch):
@@ -205,6 +211,7 @@ def test_no_tensor_has_the_square_of_the_tokens(name, models, monkeypatch):
 # --- what is refused, and undone ------------------------------------------------------------------
 
 
+@pytest.mark.always("v4")
 @EACH
 def test_undo(name):
     model, tokens = copy.deepcopy(small_model(name)), batch_of(1, 60).to(DEVICE)
@@ -228,6 +235,7 @@ def test_undo(name):
             assert torch.equal(other(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.always("v4")
 @EACH
 def test_calls_that_are_refused(name):
     model, tokens = copy.deepcopy(small_model(name)), batch_of(1, 20).to(DEVICE)
@@ -277,6 +285,7 @@ def test_models_that_are_refused(monkeypatch):
 
 
 @FLOAT32
+@pytest.mark.always("v4")
 @EACH
 def test_gradients_are_eager_s(name, models):
     model, tokens = models[name].train(), batch_of(2, 150)
