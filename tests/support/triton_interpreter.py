@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter (3.6) fast enough for tests; what it computes stays the same. For importing once.
+"""Makes Triton's interpreter fast enough for tests, and mends a mask of 3.9. For importing once.
 
 For every call of a device function it looks through the whole language again to replace its builtins, which the
 kernel's launch has done; for every tensor it writes out the names of its types, which nobody reads, and it makes a
@@ -13,7 +13,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 _patch_language, _run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
-_numpy_dtype_of_any = interpreter._get_np_dtype
+_numpy_dtype_of_any, _splat = interpreter._get_np_dtype, interpreter.InterpreterBuilder.create_splat
 # How the current launch has patched the language, by which of its modules; the first is the launch's own.
 _patched: dict[frozenset[str], interpreter._LangPatchScope] | None = None
 
@@ -91,7 +91,13 @@ def _numpy_dtype(of):
     return _NUMPY_DTYPES[of.name]
 
 
+def _spread(self, type, of):
+    """3.9 takes a mask of one element for a number, as what was compared is."""
+    return _splat(self, type, interpreter.TensorHandle(of.data, type.scalar))
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter.InterpreterBuilder.create_splat = _spread
     interpreter._patch_lang = _patch_language_once
     interpreter.GridExecutor.__call__ = _run_grid_patched_once
     interpreter._get_np_dtype = _numpy_dtype
