@@ -18,7 +18,7 @@ from compiled_facts import ARCHITECTURES, SHARED_MEMORY, compiled_facts
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from gradient_oracle import check_gradients, cotangents, saved
+from gradient_oracle import check_gradients, gradient_by_jax, saved
 from triton_device import ON_GPU, Interpreted
 
 from jax_sparse_mla.attention import gradient, sparse_mla_prefill, sparse_mla_prefill_probabilities
@@ -184,7 +184,8 @@ class TestOnTheGPU:
         if backend not in installed_for("prefill"):
             pytest.skip(f"{backend} is not installed")
         for case in CASES.values():
-            found = [self.gradient(case, backend=backend, deterministic_gradient=flag) for flag in (False, True, True)]
+            flags = (False, True, True)
+            found = [gradient_by_jax(case, backend=backend, deterministic_gradient=flag) for flag in flags]
             check_gradients(case, found[0])
             check_gradients(case, found[1])
             jax.tree.map(np.testing.assert_array_equal, found[1], found[2])
@@ -192,7 +193,7 @@ class TestOnTheGPU:
     def test_production_sizes_repeat_to_the_bit(self):
         for heads, dim in ((64, 512), (128, 576), (16, 512)):
             case = small_prefill(5, dim=dim, heads=heads, sizes=(2048, 700), q_len=150)
-            found = [self.gradient(case, deterministic_gradient=flag) for flag in (False, True, True)]
+            found = [gradient_by_jax(case, deterministic_gradient=flag) for flag in (False, True, True)]
             check_gradients(case, found[0])
             jax.tree.map(np.testing.assert_array_equal, found[1], found[2])
             check_gradients(case, found[1])
@@ -204,16 +205,3 @@ class TestOnTheGPU:
         found = np.asarray(sparse_mla_prefill_probabilities(**given, lse=lse))
         plain = np.asarray(probabilities_module._plain(**given, lse=lse))
         np.testing.assert_allclose(found, plain, rtol=2e-3, atol=1e-5)
-
-    @staticmethod
-    def gradient(case, **options) -> tuple:
-        given = prefill_arguments(case)
-        arrays = {name: given.pop(name) for name in ("q", "kv", "attn_sink")}
-        g_out, g_lse = map(jnp.asarray, cotangents(case))
-
-        def loss(arrays):
-            out, _, lse = sparse_mla_prefill(**given, **arrays, **options)
-            return jnp.sum(out.astype(jnp.float32) * g_out) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, lse) * g_lse)
-
-        found = jax.jit(jax.grad(loss))(arrays)
-        return found["q"], found["kv"], found["attn_sink"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -62,6 +63,20 @@ def error(actual, expected: np.ndarray) -> float:
 def cotangents(case, seed: int = 7) -> tuple[np.ndarray, np.ndarray]:
     rng, shape = np.random.default_rng(seed), case.q.shape[:-1]
     return rng.standard_normal((*shape, 512)).astype(ml_dtypes.bfloat16), rng.standard_normal(shape, np.float32)
+
+
+def gradient_by_jax(case, **options) -> tuple:
+    """dq, dkv and dsink (None without a sink) by `jax.grad` of `sparse_mla_prefill`."""
+    given = prefill_arguments(case)
+    arrays = {name: given.pop(name) for name in ("q", "kv", "attn_sink")}
+    g_out, g_lse = map(jnp.asarray, cotangents(case))
+
+    def loss(arrays):
+        out, _, lse = sparse_mla_prefill(**given, **arrays, **options)
+        return jnp.sum(out.astype(jnp.float32) * g_out) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, lse) * g_lse)
+
+    found = jax.jit(jax.grad(loss))(arrays)
+    return found["q"], found["kv"], found["attn_sink"]
 
 
 def saved(case, backend="reference") -> tuple:

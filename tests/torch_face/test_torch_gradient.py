@@ -22,14 +22,13 @@ pytest.importorskip("triton")
 
 import gradient_on_host
 from drop_in_calls import optional
-from gradient_oracle import check_gradients, cotangents, saved
+from gradient_oracle import check_gradients, cotangents, gradient_by_jax, saved
 from host_build import compiled_once
 from sparse_mla_torch.attention import gradient
 from sparse_mla_torch.launch.executor import executor
 from torch_graphs import capture
 from triton_device import DEVICE, poisoned_memory, tensor
 
-from jax_sparse_mla import sparse_mla_prefill
 from jax_sparse_mla.attention import gradient as jax_gradient
 from jax_sparse_mla.attention import sparse_mla_prefill_probabilities
 from jax_sparse_mla.attention.backend import GradientArrays, GradientCall
@@ -270,25 +269,12 @@ def test_probabilities(name, device):
 
 @pytest.mark.gpu
 class TestOnTheGPU:
-    @staticmethod
-    def by_jax(case, **options) -> tuple:
-        given = prefill_arguments(case)
-        arrays = {name: given.pop(name) for name in ("q", "kv", "attn_sink")}
-        g_out, g_lse = map(jnp.asarray, cotangents(case))
-
-        def loss(arrays):
-            out, _, lse = sparse_mla_prefill(**given, **arrays, **options)
-            return jnp.sum(out.astype(jnp.float32) * g_out) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, lse) * g_lse)
-
-        found = jax.jit(jax.grad(loss))(arrays)
-        return found["q"], found["kv"], found["attn_sink"]
-
     @pytest.mark.parametrize(("heads", "dim", "sink"), PRODUCTION)
     def test_beside_jax_s_and_repeated_to_the_bit(self, heads, dim, sink):
         case = small_prefill(5, dim=dim, heads=heads, sizes=(2048, 700), q_len=150, sink=sink)
         found = differentiated(case)
         check_gradients(case, found)
-        for x, y in zip(found, self.by_jax(case)):
+        for x, y in zip(found, gradient_by_jax(case)):
             if x is not None:
                 np.testing.assert_allclose(x, np.asarray(y, np.float32), rtol=0.02, atol=0.01 * np.abs(x).max())
         once, again = (differentiated(case, deterministic_gradient=True) for _ in range(2))
