@@ -169,6 +169,16 @@ def store_keys(
 
 
 @triton.jit
+def load_keys(k_ptr, slots_ptr, n, HADAMARD: tl.constexpr, TOKENS: tl.constexpr):
+    """(float32 [TOKENS, 128], slots) of the program's keys; −1 is the slot of those behind the last."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
+    at = token.to(tl.int64)[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
+    k = tl.load(k_ptr + at, mask=(token < n)[:, None], other=0.0)
+    return _hadamard(k, _sylvester()) if HADAMARD else k.to(tl.float32), slot
+
+
+@triton.jit
 def write_index_k_kernel(
     slots_ptr,  # int32 [n]
     k_ptr,  # bfloat16 or float32 [n, 128]
@@ -183,11 +193,7 @@ def write_index_k_kernel(
     TOKENS: tl.constexpr,
 ):
     cache_ptr = at_page(cache_ptr, first_page, PAGE_SIZE * _TOKEN_BYTES)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
-    at = token.to(tl.int64)[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
-    k = tl.load(k_ptr + at, mask=(token < n)[:, None], other=0.0)
-    k = _hadamard(k, _sylvester()) if HADAMARD else k.to(tl.float32)
+    k, slot = load_keys(k_ptr, slots_ptr, n, HADAMARD, TOKENS)
     store_keys(k, slot, cache_ptr, num_pages, PAGE_SIZE, HARDWARE_FP8)
 
 

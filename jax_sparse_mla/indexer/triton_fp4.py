@@ -9,7 +9,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jax_sparse_mla.indexer.triton import _hadamard, _sylvester
+from jax_sparse_mla.indexer.triton import _hadamard, _sylvester, load_keys
 from jax_sparse_mla.indexer.triton_scores import FP4_BYTES
 from jax_sparse_mla.kv_cache.triton import _locate, at_page
 from jax_sparse_mla.launch.describe import Executor, Launch, Output
@@ -83,11 +83,7 @@ def write_index_k_fp4_kernel(
     LINES: tl.constexpr,
 ):
     cache_ptr = at_page(cache_ptr, first_page, PAGE_SIZE * _FP4_BYTES)
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    slot = tl.load(slots_ptr + line, mask=line < n, other=-1)
-    at = line.to(tl.int64)[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
-    k = tl.load(k_ptr + at, mask=(line < n)[:, None], other=0.0)
-    k = _hadamard(k, _sylvester()) if HADAMARD else k.to(tl.float32)
+    k, slot = load_keys(k_ptr, slots_ptr, n, HADAMARD, LINES)
     code, exponent, is_nan = _quantize(k, LEAST_EXPONENT)
     if not KEEPS_ZERO:
         code = tl.where(code == 8, 0, code)
