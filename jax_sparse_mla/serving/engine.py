@@ -505,18 +505,18 @@ class Engine:
         if replays:
             shape = self.scheduler.selecting, rows, self.spec.index_width
             arguments = *arguments, jax.ShapeDtypeStruct(shape, np.int32)
-        leaves, tree = jax.tree.flatten(arguments)
-        key = program, self.mesh, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        key = program, self.mesh, *kept_programs.signature(arguments)
         if key not in _executables:
             devices = jax.local_devices()[:1] if self.mesh is None else self.mesh.devices.flatten().tolist()
-            path = kept_programs.path_of(key, devices)
-            if (step := kept_programs.load(path, devices)) is None:
-                lowered = kept_programs.lower(self._jitted(program), arguments)
+            options = options_without_search() if mode is ForwardMode.EXTEND else {}
+
+            def lower() -> jax.stages.Lowered:
+                lowered = self._jitted(program).lower(*arguments)
                 if then is not None:
                     self._coming[then] = _compilers.submit(self._compile, *then)
-                options = options_without_search() if mode is ForwardMode.EXTEND else {}
-                step = kept_programs.compile(path, lowered, options)
-            _executables[key] = step
+                return lowered
+
+            _executables[key] = kept_programs.obtain(key, devices, lower, options)
         call, self.routes[program] = _executables[key]
         return program, call
 

@@ -19,7 +19,7 @@ import re
 import tempfile
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,33 @@ _RUNTIMES = {
 }
 
 Step = tuple[Any, frozenset[tuple[str, str]]]  # the executable, and the attention that it calls
+
+
+def signature(arguments: Sequence[Any]) -> tuple:
+    """What a program is made for: the pytree of its arguments, and the shapes and dtypes of the arrays."""
+    leaves, tree = jax.tree.flatten(arguments)
+    return tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+
+
+def obtain(
+    made_from: Sequence[Any],
+    devices: Sequence[jax.Device],
+    lower: Callable[[], jax.stages.Lowered],
+    options: dict[str, Any],
+) -> Step:
+    """A program, from disk or compiled and kept.
+
+    Args:
+      made_from, devices: as of `path_of`.
+      lower: traces it, where it is not on disk; it may call kernels that other processes do not have.
+      options: XLA's.
+    """
+    path = path_of(made_from, devices)
+    if (step := load(path, devices)) is None:
+        with hopper.COMPILED_AHEAD(True):
+            lowered = lower()
+        step = compile(path, lowered, options)
+    return step
 
 
 def path_of(made_from: Sequence[Any], devices: Sequence[jax.Device]) -> Path | None:
@@ -83,12 +110,6 @@ def load(path: Path | None, devices: Sequence[jax.Device]) -> Step | None:
     except Exception:  # cut short, or of a jaxlib that says so late: it is compiled anew
         return None
     return call, routes
-
-
-def lower(jitted: Any, arguments: Sequence[Any]) -> jax.stages.Lowered:
-    """The text of a program that this process compiles: it may call kernels that other processes do not have."""
-    with hopper.COMPILED_AHEAD(True):
-        return jitted.lower(*arguments)
 
 
 def compile(path: Path | None, lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) -> Step:

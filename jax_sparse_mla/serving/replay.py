@@ -49,13 +49,9 @@ class Replay:
         scores = [self._scores(traced, []) if self._selects(i) else None for i in self._layers]
         arguments = engine.params, self._caches, *self._arguments(traced, scores)
         static = engine.model, self._layers, engine.prefill_backend == GATHERED, engine.options.backend
-        leaves, tree = jax.tree.flatten(arguments)
-        made_from = "replay", static, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-        path = kept_programs.path_of(made_from, devices)
-        if (step := kept_programs.load(path, devices)) is None:
-            lowered = kept_programs.lower(jax.jit(functools.partial(_attend, *static), donate_argnums=1), arguments)
-            step = kept_programs.compile(path, lowered, options_without_search())
-        return step[0]
+        made_from = "replay", static, *kept_programs.signature(arguments)
+        jitted = jax.jit(functools.partial(_attend, *static), donate_argnums=1)
+        return kept_programs.obtain(made_from, devices, lambda: jitted.lower(*arguments), options_without_search())[0]
 
     def _arguments(self, traced: TracedStep, scores: Sequence[np.ndarray | None]) -> tuple:
         positions = np.zeros(_num_rows(traced), np.int32)
