@@ -135,6 +135,7 @@ def test_other_positions_give_other_logits(first):
         assert (got[3] != same[3]).any()
 
 
+@pytest.mark.always("v32")
 def test_positions_that_a_row_does_not_see_count_as_none(first):
     """No row of another request, or of nobody, is read."""
     engine, requests, logits = first
@@ -145,6 +146,7 @@ def test_positions_that_a_row_does_not_see_count_as_none(first):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.always("v32")
 def test_the_first_tokens_are_replayed_and_the_others_select(first):
     """Others that replay nothing, and return nothing, are served beside them."""
     engine, requests, _ = first
@@ -158,6 +160,7 @@ def test_the_first_tokens_are_replayed_and_the_others_select(first):
     assert [plan.counts.tolist() for plan in plans if plan.replays] == [[30]]
 
 
+@pytest.mark.always("v32")
 def test_nobody_pays_who_does_not_ask(first):
     engine, requests, _ = first
     plain, unread = engine.with_options(), []

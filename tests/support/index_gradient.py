@@ -53,7 +53,12 @@ def check(given, result, tolerance, *, fp8=False):
     np.testing.assert_array_equal(np.isneginf(logits), np.isneginf(values))
     seen = ~np.isneginf(values)
     np.testing.assert_allclose(logits[seen], values[seen], rtol=1e-5, atol=1e-4)
+    # A score is a sum of 128 float32 products, in which nearly all may cancel: the weights' gradients are made of scores.
+    products = np.einsum("rhd,cd->rhc", *(np.abs(np.asarray(x, np.float64)) for x in (q, keys)))
+    rounding = np.finfo(np.float32).eps * np.linalg.norm(
+        (products * np.where(seen, np.abs(others[2]), 0)[:, None]).sum(2)
+    )
     for name, x, wanted in zip(("q", "weights", "keys"), found, expected, strict=True):
-        x = np.asarray(x, np.float64)
-        assert np.linalg.norm(x - wanted) <= tolerance * np.linalg.norm(wanted), name
+        x, least = np.asarray(x, np.float64), rounding if name == "weights" else 0
+        assert np.linalg.norm(x - wanted) <= tolerance * np.linalg.norm(wanted) + least, name
         assert not x[wanted == 0].any(), name  # what no row sees
