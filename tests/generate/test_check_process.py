@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hf_models import as_preset, small_v32_config
+from hf_models import as_preset, small_v4_config, small_v32_config
 from sparse_mla_torch import check
 from sparse_mla_torch.check.process import Process
 
@@ -40,10 +40,46 @@ def ended(pid: int) -> bool:
 def test_the_command_imports_no_torch_and_the_process_no_jax():
     for code, absent in (
         ("from sparse_mla_torch.check import Check, comparison; Check().close()", "torch"),
-        ("from sparse_mla_torch.eager import __main__, model", "jax"),
+        ("from sparse_mla_torch.eager.imports import import_eager; import_eager()", "jax"),
     ):
         code = f"import sys; {code}; sys.exit({absent!r} in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0, absent
+
+
+def test_the_process_imports_half_of_transformers():
+    """A model runs without the rest, and torch's compiler is whole for whoever asks for it."""
+    left_out = "scipy", "sympy", "torch._inductor", "torch._dynamo.eval_frame", "torch.distributed.tensor"
+    code = f"""if True:
+        import sys
+        from sparse_mla_torch.eager.imports import import_eager
+        eager = import_eager()()
+        eager.build({as_preset(small_v32_config())})
+        eager.agreeing(1, [1, 2, 3])
+        assert not [name for name in {left_out} if sys.modules.get(name)]
+        import torch
+        assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(())) == 2
+        assert torch._dynamo.disable.__module__ == "torch._dynamo.decorators"
+    """
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+def test_it_runs_the_model_that_all_of_transformers_runs(process, tmp_path):
+    from sparse_mla_torch.eager.model import Eager
+
+    rng, hidden = np.random.default_rng(0), [np.ones((20, 64), np.float32)]
+    for config in (small_v32_config(), small_v4_config()):
+        eager = Eager()
+        names = eager.build(as_preset(config))
+        arrays = {name: rng.normal(0, 0.1, eager.model.state_dict()[name].shape).astype(np.float32) for name in names}
+        eager.fill(arrays, False)
+        eager.model.save_pretrained(tmp_path / config.model_type)
+        process.load(str(tmp_path / config.model_type))
+        loaded = process.attend(1, hidden, [None])
+        assert process.build(as_preset(config)) == names
+        process.fill(arrays, False)
+        for results in loaded, process.attend(1, hidden, [None]):
+            for ours, expected in zip(results[0], eager.attend(1, hidden, [None])[0], strict=True):
+                np.testing.assert_array_equal(ours, expected)
 
 
 def test_it_runs_a_model_and_says_what_fails(process):

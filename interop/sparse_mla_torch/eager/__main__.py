@@ -10,6 +10,8 @@ import threading
 import traceback
 from multiprocessing.connection import Connection
 
+from sparse_mla_torch.eager.imports import import_eager
+
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the command gets it too, and ends this process
@@ -17,9 +19,7 @@ def main() -> None:
     threading.Thread(target=_end_with_the_other_side, args=(connection.fileno(),), daemon=True).start()
     eager, broken = None, None
     try:
-        from sparse_mla_torch.eager.model import Eager  # torch and transformers: seconds, before the first call comes
-
-        eager = Eager()
+        eager = import_eager()()  # torch and transformers: seconds, before the first call comes
     except Exception as error:
         broken = error
     while True:
