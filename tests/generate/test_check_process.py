@@ -46,7 +46,7 @@ def test_the_command_imports_no_torch_and_the_process_no_jax():
         assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0, absent
 
 
-def test_the_process_imports_half_of_transformers():
+def test_the_process_leaves_out_imports():
     """A model runs without the rest, and torch's compiler is whole for whoever asks for it."""
     left_out = "scipy", "sympy", "torch._inductor", "torch._dynamo.eval_frame", "torch.distributed.tensor"
     code = f"""if True:
