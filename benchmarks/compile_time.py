@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jax_sparse_mla.launch.transforms import ENGINE_PROGRAM
 from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.serving import Model
 from jax_sparse_mla.serving.engine import Engine
@@ -94,7 +95,8 @@ def phases(args: argparse.Namespace, mode: str, layers: int) -> list[tuple[float
         gathered=engine.prefill_backend == "flashmla_sparse",
     )
     arguments, times = (engine.params, engine.state, engine._pack(program, None)), [_now()]
-    traced = engine._jitted(program).trace(*arguments)
+    with ENGINE_PROGRAM(True):
+        traced = engine._jitted(program).trace(*arguments)
     times.append(_now())
     lowered = traced.lower()
     times.append(_now())

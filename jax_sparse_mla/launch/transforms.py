@@ -17,6 +17,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_sparse_mla import sharding
 
+# Whether the program that is being traced is a serving engine's: it runs on this process's GPU and is never exported,
+# and its arguments fit. So it may call what this process alone has compiled, and has no plain code beside its kernels.
+ENGINE_PROGRAM = jax.make_user_context(False)
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
@@ -51,7 +55,9 @@ class KernelCall:
         if self.replaceable or cut:  # a call that the partitioner cuts has no batching rule
             whole = dataclasses.replace(call, rule=None)._launched()
             kernel = batched_as(kernel, whole if self.batches or not self.replaceable else call.plain)
-        return jax.lax.platform_dependent(*args, cuda=kernel, default=call.plain) if self.replaceable else kernel(*args)
+        if ENGINE_PROGRAM.value or not self.replaceable:
+            return kernel(*args)
+        return jax.lax.platform_dependent(*args, cuda=kernel, default=call.plain)
 
     def _launched(self) -> Callable[..., Any]:
         launched = jax.custom_jvp(self._launch)
@@ -63,13 +69,15 @@ class KernelCall:
 
         Those of a custom call count as the same on all devices.
         """
-        shapes = jax.eval_shape(self.plain, *args)  # first: it names what is wrong with the arguments
+        # It names what is wrong with the arguments, and takes most of the time that a program is traced.
+        needed = not ENGINE_PROGRAM.value or any(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args))
+        shapes = jax.eval_shape(self.plain, *args) if needed else None
         with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
             if self.rule is not None:
                 results = sharding.partitioned(self.kernel, self.rule, *args)
             else:
                 results = self.kernel(*args)
-        return jax.tree.map(varying_like, results, shapes)
+        return jax.tree.map(varying_like, results, shapes) if needed else results
 
     def _refuse(self, primals: tuple, tangents: tuple) -> NoReturn:
         name = self.name or self.kernel.__name__

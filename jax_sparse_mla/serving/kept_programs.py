@@ -28,10 +28,10 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from jax_sparse_mla.attention.backend import BACKENDS
-from jax_sparse_mla.attention.backends import hopper
 from jax_sparse_mla.attention.serve import calls_of
 from jax_sparse_mla.launch import tvm
 from jax_sparse_mla.launch.compile_cache import open_to_others
+from jax_sparse_mla.launch.transforms import ENGINE_PROGRAM
 from jax_sparse_mla.packages import version
 from jax_sparse_mla.serving.native import building, expected, usable
 
@@ -69,7 +69,7 @@ def obtain(
     """
     path = path_of(made_from, devices)
     if (step := load(path, devices)) is None:
-        with hopper.COMPILED_AHEAD(True):
+        with ENGINE_PROGRAM(True):
             lowered = lower()
         step = compile(path, lowered, options)
     return step

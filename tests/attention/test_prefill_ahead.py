@@ -21,6 +21,7 @@ import jax_sparse_mla as mla
 from jax_sparse_mla.attention.backends import hopper
 from jax_sparse_mla.attention.hopper.prefill import alone
 from jax_sparse_mla.launch import compile_cache, mosaic, triton_call, triton_launch
+from jax_sparse_mla.launch.transforms import ENGINE_PROGRAM
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH
 from jax_sparse_mla.serving import native
 
@@ -60,7 +61,7 @@ def test_a_launch_as_the_driver_gets_it(driver, begun, monkeypatch, lengths):
     parameters.value = len(ORDER) - 1
     alone.begin(16, 512)
     given = arguments(lengths=lengths)
-    with hopper.COMPILED_AHEAD(True):
+    with ENGINE_PROGRAM(True):
         out, max_logits, lse = hopper.prefill(*given, softmax_scale=0.5)
     assert (out.shape, out.dtype) == ((40, 16, 512), jnp.bfloat16) and max_logits.shape == lse.shape == (40, 16)
     report = np.asarray(out).view(np.int64).ravel()
@@ -74,7 +75,7 @@ def test_a_launch_as_the_driver_gets_it(driver, begun, monkeypatch, lengths):
 
 
 def text_of(function, *shapes, ahead=True) -> str:
-    with hopper.COMPILED_AHEAD(ahead):
+    with ENGINE_PROGRAM(ahead):
         return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 import jax_sparse_mla.launch.dispatch as dispatching
 from jax_sparse_mla import packages
 from jax_sparse_mla.launch.dispatch import dispatch, use_triton
-from jax_sparse_mla.launch.transforms import KernelCall
+from jax_sparse_mla.launch.transforms import ENGINE_PROGRAM, KernelCall
 
 
 def kernel(x):
@@ -113,11 +113,32 @@ def test_a_package_that_does_not_import_is_said(monkeypatch, tmp_path):
     packages.why_not.cache_clear()
 
 
-def test_under_shard_map_results_vary_as_the_plain_codes(with_triton):
+def test_a_program_of_an_engine_traces_no_plain_code(with_triton):
+    """It is for this GPU alone; programs of others that call the same jitted function keep theirs."""
+    traced = []
+
+    @jax.jit
+    def called(x):
+        return dispatch(kernel, lambda x: traced.append(x.shape) or plain(x), x)
+
+    with ENGINE_PROGRAM(True):
+        assert "4.321" in program(called, X, "cuda") and not traced
+    assert "1.234" in program(called, X, "cpu") and traced
+
+
+@pytest.mark.parametrize("of_engine", [False, True])
+def test_under_shard_map_results_vary_as_the_plain_codes(with_triton, of_engine):
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("x")
-    sharded = jax.shard_map(dispatched, mesh=mesh, in_specs=spec, out_specs=spec)
-    text = program(sharded, X, "cuda")
+
+    def function(x):
+        result = dispatched(x)
+        assert jax.typeof(result).manual_axis_type.varying == {"x"}
+        return result
+
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
+    with ENGINE_PROGRAM(of_engine):
+        text = program(sharded, X, "cuda")
     assert "4.321" in text and "all_gather" not in text
 
 

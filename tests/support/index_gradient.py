@@ -53,7 +53,7 @@ def check(given, result, tolerance, *, fp8=False):
     np.testing.assert_array_equal(np.isneginf(logits), np.isneginf(values))
     seen = ~np.isneginf(values)
     np.testing.assert_allclose(logits[seen], values[seen], rtol=1e-5, atol=1e-4)
-    # A score is a sum of 128 float32 products, in which nearly all may cancel: the weights' gradients are made of scores.
+    # The weights' gradients are made of scores, sums of 128 float32 products of which nearly all may cancel.
     products = np.einsum("rhd,cd->rhc", *(np.abs(np.asarray(x, np.float64)) for x in (q, keys)))
     rounding = np.finfo(np.float32).eps * np.linalg.norm(
         (products * np.where(seen, np.abs(others[2]), 0)[:, None]).sum(2)

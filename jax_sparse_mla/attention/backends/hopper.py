@@ -22,12 +22,9 @@ from jax_sparse_mla.attention.index_table import V_DIM
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.launch import build, tvm
-from jax_sparse_mla.launch.transforms import batched_as
+from jax_sparse_mla.launch.transforms import ENGINE_PROGRAM, batched_as
 from jax_sparse_mla.launch.tvm import Buffer, pages_of
 
-# Whether the program that is being traced may call a prefill kernel that this process has compiled ahead. It can then
-# not be exported, so that serving engines alone say so.
-COMPILED_AHEAD = jax.make_user_context(False)
 _DECODE = build.Binary(*BACKENDS["hopper"].binaries["decode"])
 _H200_SM_COUNT = 132  # what a prefill is made for where there is no GPU; it is right on any other, too
 
@@ -78,7 +75,7 @@ def _pages(cache: PagedKV | None) -> tuple[int, ...]:
 def prefill(q, kv, indices, topk_length, attn_sink, *, softmax_scale, batch_invariant=False):
     """As `reference.prefill`; out is bfloat16."""
     del batch_invariant  # a row's result never depends on the others
-    kernel = alone.kernel_for_xla(*q.shape[1:]) if COMPILED_AHEAD.value else None
+    kernel = alone.kernel_for_xla(*q.shape[1:]) if ENGINE_PROGRAM.value else None  # compiled ahead
     return _prefill(q, kv, indices, topk_length, attn_sink, softmax_scale=softmax_scale, kernel=kernel)
 
 
