@@ -150,6 +150,9 @@ def select_entries(
       with_slots: whether slots are wanted.
     """
     table, request, scores = entries.page_table, entries.row_to_request, options.index_scores
+    if table.shape[1] * as_index_keys(entries.index_k).page_size <= topk:  # every row selects all that it sees
+        rank = jnp.arange(topk, dtype=jnp.int32)
+        return jnp.where(rank < entries.lengths[:, None], rank, -1), None
     if scores is None and at_once:
         pages = table if request is None else table[request]
         scores = logits_at_once(
