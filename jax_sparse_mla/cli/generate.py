@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch = "requests served at once, with --mesh by each share"
     add("--max-batch", type=positive_int, default=8, metavar="N", help=batch)
     add("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
+    stored = "multiply FP8 and FP4 weights out to the embedding's dtype (default: products read them as stored)"
+    add("--multiply-out", action="store_true", help=stored)
     add("--kv-cache", choices=("bf16", "fp8"), default="fp8")
     prefill = "prefill from a gathered bf16 workspace, or from the paged cache (default: as the plan says)"
     add("--prefill-backend", choices=PREFILL_BACKENDS, help=prefill)

@@ -53,7 +53,9 @@ class Setup:
                 raise FileNotFoundError(f"no checkpoint folder {args.model}")
             self._print_start()
             self._load_check("load_checkpoint", args.model)
-            self.model, self.params = load(args.model, draft_layer=bool(args.speculative_steps))
+            self.model, self.params = load(
+                args.model, draft_layer=bool(args.speculative_steps), as_stored=not args.multiply_out
+            )
             self.tokenizer = presets.load_tokenizer(args.model, self.model.vocab_size)
             if isinstance(self.tokenizer, presets.ByteTokenizer):
                 print(f"warning    {args.model} has no tokenizer: text goes in and out as bytes")

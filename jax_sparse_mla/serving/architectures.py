@@ -63,7 +63,7 @@ def _read_draft(config: Config, tensors: Tensors) -> DraftParams:
     return DraftParams(
         token_norm=_read_norm(config, tensors, "enorm.weight"),
         states_norm=_read_norm(config, tensors, "hnorm.weight"),
-        projections=[tensors(f"{x}.weight", (hidden, n * hidden)) for x, n in module.DRAFT_PROJECTIONS.items()],
+        projections=[tensors.stored(f"{x}.weight", (hidden, n * hidden)) for x, n in module.DRAFT_PROJECTIONS.items()],
         layer=layer,
         head=_read_head(config, tensors, module.DRAFT_NORM),
     )

@@ -12,26 +12,26 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax import lax
 
-from jax_sparse_mla.kv_cache.quantize import bits_to_float32, e2m1_values, times_ue8m0
 from jax_sparse_mla.serving.architectures import read_params
 from jax_sparse_mla.serving.config import WEIGHT_BLOCK, Config, Glm53Config, V4Config, V32Config
 from jax_sparse_mla.serving.memory import check_memory
+from jax_sparse_mla.serving.quantised import JoinedRows, Quantised, WeightFormat, join_rows, multiplied_out
 from jax_sparse_mla.serving.tensors import Shape, Tensors, random_params, shapes_of
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-# Routed experts can be FP4: two e2m1 values a byte, the even one in the low nibble, and a scale for so many of a row.
-FP4, FP4_SCALE, FP4_GROUP = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e8m0fnu), 32
+# The dtype of FP4 weights, two values a byte, and of scales that are powers of two.
+FP4, UE8M0 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e8m0fnu)
 # Dtypes of weights that are read; routers' tables are integers.
 WEIGHTS = tuple(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
 NAMES_SHOWN = 6
 
 
-def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer: bool = True) -> Any:
+def from_named_arrays(
+    config: Config, arrays: Mapping[str, Any], *, draft_layer: bool = True, as_stored: bool = True
+) -> Any:
     """The parameters of arrays by name, as a state dict or a checkpoint has them.
 
     Args:
@@ -43,6 +43,7 @@ def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer:
         `[out, in / 32]` of the same name.
       draft_layer: whether to read the draft layer if there is one. Further ones and drafters of another form are left
         out. What the config says does not count: transformers says one and saves none.
+      as_stored: whether weights that products read stay FP8 and FP4 (`Quantised`); else all are multiplied out.
 
     Raises:
       ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
@@ -60,13 +61,27 @@ def from_named_arrays(config: Config, arrays: Mapping[str, Any], *, draft_layer:
     if not draft_layer:
         stored = {name: array for name, array in stored.items() if not name.startswith("draft.")}
     read = functools.partial(read_params, config, draft_layer=draft_layer)
-    shapes = shapes_of(read)
+    shapes, kept = shapes_of(read)
     _check(_stored_shapes(shapes, stored), stored, config)
     dtype = stored["embed_tokens.weight"].dtype
     if dtype not in (np.float32, ml_dtypes.bfloat16):
         raise ValueError(f"checkpoint: embed_tokens.weight must be bfloat16 or float32, got {dtype}")
-    check_memory("the weights need", sum(map(math.prod, shapes.values())) * dtype.itemsize)
-    return read(Tensors(functools.partial(_tensor, stored), dtype))
+    kept = kept if as_stored else set()
+    needed = sum(_bytes(stored, name, shape, dtype, name in kept) for name, shape in shapes.items())
+    check_memory("the weights need", needed)
+
+    def get(name: str, shape: Shape, dtype: Any, is_product: bool) -> Any:
+        return _tensor(stored, name, shape, dtype, as_stored and is_product)
+
+    return read(Tensors(get, dtype))
+
+
+def _bytes(stored: Mapping[str, Any], name: str, shape: Shape, dtype: np.dtype, as_stored: bool) -> int:
+    """What a weight takes on the device."""
+    names = [name] if name in stored or not _is_stacked(name) else [x for part in _parts(name, shape[0]) for x in part]
+    if not as_stored or _form(names[0], stored[names[0]]) is None:
+        return math.prod(shape) * dtype.itemsize
+    return sum(stored[name].nbytes + stored[_scale_of(name)].nbytes for name in names)
 
 
 def init_params(
@@ -161,9 +176,11 @@ def _is_stacked(name: str) -> bool:
     return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
-def _is_fp4(name: str, array: Any) -> bool:
-    """Whether a stored tensor holds a routed expert's weights, or all experts', two values a byte."""
-    return array.dtype == FP4 and (_is_stacked(name) or _EXPERT.search(name) is not None)
+def _form(name: str, array: Any) -> WeightFormat | None:
+    """The format of a stored tensor: FP4 is that of routed experts alone. None: its numbers are its weights."""
+    if array.dtype == FP4 and (_is_stacked(name) or _EXPERT.search(name)):
+        return WeightFormat.FP4
+    return WeightFormat.FP8 if array.dtype == FP8 else None
 
 
 def _stored_shapes(shapes: Mapping[str, Shape], stored: Mapping[str, Any]) -> dict[str, Shape]:
@@ -206,21 +223,22 @@ def _check(expected: Mapping[str, Shape], stored: Mapping[str, Any], config: Con
 def _problem(name: str, shape: Shape, stored: Mapping[str, Any]) -> str | None:
     """The fault of a stored tensor that must have this shape, or of its scales; None if there is none."""
     array = stored[name]
-    if _is_fp4(name, array):
-        packed, scales = (*shape[:-1], shape[-1] // 2), (*shape[:-1], shape[-1] // FP4_GROUP)
-        if shape[-1] % FP4_GROUP:
-            return f"{name} is FP4, whose rows must be of a multiple of {FP4_GROUP} values, got {shape[-1]}"
+    form = _form(name, array)
+    if form is WeightFormat.FP4:
+        packed, scales = (*shape[:-1], shape[-1] // form.per_byte), (*shape[:-1], shape[-1] // form.group)
+        if shape[-1] % form.group:
+            return f"{name} is FP4, whose rows must be of a multiple of {form.group} values, got {shape[-1]}"
         if tuple(array.shape) != packed:
             return f"{name} is int8, two FP4 values a byte, and must have shape {list(packed)}, got {list(array.shape)}"
-        return _scale_problem(name, "FP4", scales, (FP4_SCALE,), stored)
+        return _scale_problem(name, "FP4", scales, (UE8M0,), stored)
     if tuple(array.shape) != shape:
         return f"{name} must have shape {list(shape)}, got {list(array.shape)}"
     if name.endswith("tid2eid"):
         is_integer = getattr(array.dtype, "kind", "") in "iu"
         return None if is_integer else f"{name} must be an integer array, got {array.dtype}"
-    if array.dtype == FP8:
+    if form is WeightFormat.FP8:
         blocks = tuple(-(-n // block) for n, block in zip(shape[-2:], WEIGHT_BLOCK))
-        return _scale_problem(name, "FP8", (*shape[:-2], *blocks), (*WEIGHTS, FP4_SCALE), stored)
+        return _scale_problem(name, "FP8", (*shape[:-2], *blocks), (*WEIGHTS, UE8M0), stored)
     if array.dtype not in WEIGHTS:
         return f"{name} must be of {', '.join(map(str, (*WEIGHTS, FP8)))}, got {array.dtype}"
     return None
@@ -246,50 +264,25 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + more
 
 
-def _tensor(stored: Mapping[str, np.ndarray], name: str, shape: Shape, dtype: Any) -> jax.Array:
+def _tensor(stored: Mapping[str, np.ndarray], name: str, shape: Shape, dtype: Any, as_stored: bool) -> Any:
     """`Tensors.get` of stored arrays."""
     if name in stored or not _is_stacked(name):
-        return _on_device(stored, [name], dtype, shape)
+        return _on_device(stored, [name], dtype, shape, as_stored)
     parts = _parts(name, shape[0])
-    joined = [_on_device(stored, names, dtype, (shape[0], shape[1] // len(parts), shape[2])) for names in parts]
-    return joined[0] if len(joined) == 1 else jnp.concatenate(joined, axis=1)
+    one = shape[0], shape[1] // len(parts), shape[2]
+    joined = join_rows([_on_device(stored, names, dtype, one, as_stored) for names in parts])
+    return multiplied_out(joined) if isinstance(joined, JoinedRows) else joined
 
 
-def _on_device(stored: Mapping[str, np.ndarray], names: list[str], dtype: Any, shape: Shape) -> jax.Array:
+def _on_device(stored: Mapping[str, np.ndarray], names: list[str], dtype: Any, shape: Shape, as_stored: bool) -> Any:
     """The arrays of these names, stacked."""
     arrays = [stored[name] for name in names]
-    is_fp4 = _is_fp4(names[0], arrays[0])
-    if not is_fp4 and arrays[0].dtype != FP8:
+    if (form := _form(names[0], arrays[0])) is None:
         # No `jnp` here, and the host gives the shape: each shape would be a program of its own.
         return jax.device_put(np.stack([array.astype(dtype) for array in arrays]).reshape(shape))
+    values = np.stack([array.view(np.uint8) for array in arrays]).reshape(*shape[:-1], shape[-1] // form.per_byte)
     scales = [stored[_scale_of(name)] for name in names]
-    if is_fp4:
-        packed, scales = (jnp.asarray(np.stack(parts).view(np.uint8)) for parts in (arrays, scales))
-        return dequantised_fp4(packed, scales, dtype=dtype).reshape(shape)
-    scales = jnp.asarray(np.stack([scale.astype(np.float32) for scale in scales]))
-    return dequantised(jnp.asarray(np.stack(arrays)), scales, dtype=dtype).reshape(shape)
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def dequantised(values: jax.Array, scales: jax.Array, *, dtype: Any) -> jax.Array:
-    """FP8 `[…, rows, columns]` times float32 `[…, ⌈rows / 128⌉, ⌈columns / 128⌉]`, in `dtype`."""
-    for axis, block in zip((-2, -1), WEIGHT_BLOCK):
-        scales = jnp.repeat(scales, block, axis=axis)
-    scales = scales[..., : values.shape[-2], : values.shape[-1]]
-    return (values.astype(jnp.float32) * scales).astype(dtype)
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def dequantised_fp4(packed: jax.Array, scales: jax.Array, *, dtype: Any) -> jax.Array:
-    """FP4 bytes, uint8 `[…, rows, columns / 2]`, times UE8M0 bytes, uint8 `[…, rows, columns / 32]`, in `dtype`.
-
-    Exact in bfloat16. One matrix after the other, so that nothing larger than one is held in between.
-    """
-
-    def matrix(parts: tuple[jax.Array, jax.Array]) -> jax.Array:
-        values, scales = e2m1_values(parts[0]).astype(jnp.float32), parts[1]
-        groups = bits_to_float32(times_ue8m0(values.reshape(*scales.shape, FP4_GROUP), scales[..., None]))
-        return groups.reshape(values.shape).astype(dtype)
-
-    out = lax.map(matrix, tuple(x.reshape(-1, *x.shape[-2:]) for x in (packed, scales)))
-    return out.reshape(*packed.shape[:-1], -1)
+    exact = all(scale.dtype == UE8M0 for scale in scales)
+    scales = np.stack([scale.view(np.uint8) if exact else scale.astype(np.float32) for scale in scales])
+    weight = Quantised.stored(form, values, scales.reshape(*shape[:-2], *scales.shape[-2:]), dtype)
+    return weight if as_stored else multiplied_out(weight)

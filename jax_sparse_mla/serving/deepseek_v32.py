@@ -22,6 +22,7 @@ from jax_sparse_mla.serving.config import Glm53Config, V32Config
 from jax_sparse_mla.serving.decoder import CacheSizes, PreparedStep, StepInputs
 from jax_sparse_mla.serving.layers import layer_norm, linear, matmul, rms_norm, rotate, split, summed
 from jax_sparse_mla.serving.params import DraftParams, LatentNorms, LayerParams
+from jax_sparse_mla.serving.quantised import Weight, join_rows
 from jax_sparse_mla.serving.tensors import Tensors
 
 # Epsilon of the norms inside attention, whatever the config says about the others.
@@ -34,12 +35,12 @@ DRAFT_PROJECTIONS, DRAFT_NORM = {"eh_proj": 2}, "shared_head.norm.weight"
 class LatentWeights:
     """The large weights of a layer's attention."""
 
-    in_proj: jax.Array  # `[widths, hidden]`, all that reads the layer's input, in the order of `input_widths`
+    in_proj: Weight  # `[widths, hidden]`, all that reads the layer's input, in the order of `input_widths`
     # `[heads * (nope_dim + rope_dim) + index_heads * 128, q_rank]`, queries, then those of the indexer, if any.
-    q_b: jax.Array
+    q_b: Weight
     k_up: jax.Array  # `[heads, nope_dim, 512]`, from the latent to a head's key
     v_up: jax.Array  # `[heads, v_dim, 512]`, and to its value
-    o_proj: jax.Array  # `[hidden, heads * v_dim]`
+    o_proj: Weight  # `[hidden, heads * v_dim]`
 
 
 def input_widths(config: V32Config | Glm53Config, indexed: bool) -> list[int]:
@@ -58,27 +59,27 @@ def read_attention(
     """The parameters of a layer's attention."""
     spec, hidden, indexer, heads = config.spec, config.hidden_size, attn.under("indexer."), config.spec.num_heads
     in_proj = [
-        attn("q_a_proj.weight", (config.q_rank, hidden)),
-        attn("kv_a_proj_with_mqa.weight", (spec.qk_dim, hidden)),
+        attn.stored("q_a_proj.weight", (config.q_rank, hidden)),
+        attn.stored("kv_a_proj_with_mqa.weight", (spec.qk_dim, hidden)),
     ]
-    queries = [attn("q_b_proj.weight", (heads * config.query_dim, config.q_rank))]
+    queries = [attn.stored("q_b_proj.weight", (heads * config.query_dim, config.q_rank))]
     index_norm, index_ape = jnp.zeros((2, spec.index_dim), attn.dtype), None
     if indexed:
-        in_proj.append(indexer("wk.weight", (spec.index_dim, hidden)))
+        in_proj.append(indexer.stored("wk.weight", (spec.index_dim, hidden)))
         if spec.kind().pool > 1:
             in_proj.append(indexer("index_kpool_compress_gate", (spec.index_dim, hidden)))
             index_ape = indexer.float32("index_kpool_compress_ape", (spec.kind().pool, spec.index_dim))
-        in_proj.append(indexer("weights_proj.weight", (spec.index_heads, hidden)))
-        queries.append(indexer("wq_b.weight", (spec.index_heads * spec.index_dim, config.q_rank)))
+        in_proj.append(indexer.stored("weights_proj.weight", (spec.index_heads, hidden)))
+        queries.append(indexer.stored("wq_b.weight", (spec.index_heads * spec.index_dim, config.q_rank)))
         index_norm = jnp.stack([indexer(f"k_norm.{name}", (spec.index_dim,)) for name in ("weight", "bias")])
     kv_b = attn("kv_b_proj.weight", (heads * (config.nope_dim + config.v_dim), spec.nope_dim))
     kv_b = kv_b.reshape(heads, -1, spec.nope_dim)
     weights = LatentWeights(
-        in_proj=jnp.concatenate(in_proj),
-        q_b=jnp.concatenate(queries),
+        in_proj=join_rows(in_proj),
+        q_b=join_rows(queries),
         k_up=kv_b[:, : config.nope_dim],
         v_up=kv_b[:, config.nope_dim :],
-        o_proj=attn("o_proj.weight", (hidden, heads * config.v_dim)),
+        o_proj=attn.stored("o_proj.weight", (hidden, heads * config.v_dim)),
     )
     norms = LatentNorms(
         q_norm=attn("q_a_layernorm.weight", (config.q_rank,)),

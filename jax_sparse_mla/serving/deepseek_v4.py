@@ -26,6 +26,7 @@ from jax_sparse_mla.serving.config import V4Config
 from jax_sparse_mla.serving.decoder import CacheSizes, PreparedStep, StepInputs
 from jax_sparse_mla.serving.layers import linear, matmul, normalised, rms_norm, split, summed
 from jax_sparse_mla.serving.params import DraftParams, LatentNorms, LayerParams
+from jax_sparse_mla.serving.quantised import Weight, join_rows
 from jax_sparse_mla.serving.tensors import Tensors
 
 # The draft layer's projections, each with how many rows it reads (the token's, the state's), and its last norm.
@@ -36,10 +37,10 @@ DRAFT_PROJECTIONS, DRAFT_NORM = {"e_proj": 1, "h_proj": 1}, "norm.weight"
 class V4Weights:
     """The large weights of a layer's attention."""
 
-    in_proj: jax.Array  # `[widths, hidden]`, all that reads the layer's input, in the order of `_input_widths`
-    q_b: jax.Array  # `[heads * 512 + index_heads * 128, q_rank]`, queries, then those of the indexer (ratio 4)
+    in_proj: Weight  # `[widths, hidden]`, all that reads the layer's input, in the order of `_input_widths`
+    q_b: Weight  # `[heads * 512 + index_heads * 128, q_rank]`, queries, then those of the indexer (ratio 4)
     o_a: jax.Array  # `[groups, o_rank, heads / groups * 512]`
-    o_b: jax.Array  # `[hidden, groups * o_rank]`
+    o_b: Weight  # `[hidden, groups * o_rank]`
 
 
 def _input_widths(config: V4Config, ratio: int) -> list[int]:
@@ -59,11 +60,11 @@ def read_attention(config: V4Config, ratio: int, attn: Tensors) -> tuple[V4Weigh
     spec, hidden, indexer = config.spec, config.hidden_size, attn.under("compressor.indexer.")
     kind = spec.kind(ratio)
     inputs = ["q_a_proj", "kv_proj"] + ["compressor.kv_proj", "compressor.gate_proj"] * kind.owns_kv
-    queries = [attn("q_b_proj.weight", (spec.num_heads * spec.qk_dim, config.q_rank))]
+    queries = [attn.stored("q_b_proj.weight", (spec.num_heads * spec.qk_dim, config.q_rank))]
     if kind.selects == "own":
         inputs += [f"compressor.indexer.{name}" for name in ("kv_proj", "gate_proj", "scorer.weights_proj")]
-        queries.append(indexer("q_b_proj.weight", (spec.index_heads * spec.index_dim, config.q_rank)))
-    in_proj = [attn(f"{x}.weight", (width, hidden)) for x, width in zip(inputs, _input_widths(config, ratio))]
+        queries.append(indexer.stored("q_b_proj.weight", (spec.index_heads * spec.index_dim, config.q_rank)))
+    in_proj = [attn.stored(f"{x}.weight", (width, hidden)) for x, width in zip(inputs, _input_widths(config, ratio))]
     grouped = spec.num_heads * spec.v_dim // config.o_groups
 
     def compressor(part: Tensors, dim: int) -> CompressorParams:
@@ -75,10 +76,10 @@ def read_attention(config: V4Config, ratio: int, attn: Tensors) -> tuple[V4Weigh
         )
 
     weights = V4Weights(
-        in_proj=jnp.concatenate(in_proj),
-        q_b=jnp.concatenate(queries),
+        in_proj=join_rows(in_proj),
+        q_b=join_rows(queries),
         o_a=attn("o_a_proj.weight", (config.o_groups * config.o_rank, grouped)).reshape(config.o_groups, -1, grouped),
-        o_b=attn("o_b_proj.weight", (hidden, config.o_groups * config.o_rank)),
+        o_b=attn.stored("o_b_proj.weight", (hidden, config.o_groups * config.o_rank)),
     )
     norms = LatentNorms(
         q_norm=attn.float32("q_a_norm.weight", (config.q_rank,)), kv_norm=attn.float32("kv_norm.weight", (spec.qk_dim,))

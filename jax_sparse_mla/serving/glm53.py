@@ -26,6 +26,7 @@ from jax_sparse_mla.serving.deepseek_v32 import LatentWeights
 from jax_sparse_mla.serving.kda import KDAParams, KDARows, KDAState
 from jax_sparse_mla.serving.layers import layer_norm, linear, rms_norm, split
 from jax_sparse_mla.serving.params import LatentNorms, LayerParams
+from jax_sparse_mla.serving.quantised import Weight, join_rows
 from jax_sparse_mla.serving.tensors import Tensors
 
 INDEX_NORM_EPS = 1e-6
@@ -36,10 +37,10 @@ class LinearWeights:
     """A linear attention layer's large weights: in_proj in the order of `_input_widths`, decay_b and gate_b
     `[heads * dim, dim]` from the ranks of the decay and of the output's gate, o_proj `[hidden, heads * dim]`."""
 
-    in_proj: jax.Array
-    decay_b: jax.Array
-    gate_b: jax.Array
-    o_proj: jax.Array
+    in_proj: Weight
+    decay_b: Weight
+    gate_b: Weight
+    o_proj: Weight
 
 
 def _input_widths(config: Glm53Config) -> list[int]:
@@ -57,13 +58,13 @@ def read_attention(
         return weights, None, norms
     sizes, hidden = config.kda, config.hidden_size
     width, dim = sizes.heads * sizes.head_dim, sizes.head_dim
-    in_proj = [attn(f"{name}_proj.weight", (width, hidden)) for name in "qkv"]
-    in_proj += [attn(f"{name}_a_proj.weight", (dim, hidden)) for name in ("forget_gate.f", "g")]
+    in_proj = [attn.stored(f"{name}_proj.weight", (width, hidden)) for name in "qkv"]
+    in_proj += [attn.stored(f"{name}_a_proj.weight", (dim, hidden)) for name in ("forget_gate.f", "g")]
     weights = LinearWeights(
-        in_proj=jnp.concatenate([*in_proj, attn("b_proj.weight", (sizes.heads, hidden))]),
-        decay_b=attn("forget_gate.f_b_proj.weight", (width, dim)),
-        gate_b=attn("g_b_proj.weight", (width, dim)),
-        o_proj=attn("o_proj.weight", (hidden, width)),
+        in_proj=join_rows([*in_proj, attn.stored("b_proj.weight", (sizes.heads, hidden))]),
+        decay_b=attn.stored("forget_gate.f_b_proj.weight", (width, dim)),
+        gate_b=attn.stored("g_b_proj.weight", (width, dim)),
+        o_proj=attn.stored("o_proj.weight", (hidden, width)),
     )
     params = KDAParams(
         conv=attn.float32("conv1d.weight", (3 * width, 1, sizes.kernel))[:, 0],

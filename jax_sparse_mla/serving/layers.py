@@ -15,20 +15,23 @@ from jax import lax
 from jax_sparse_mla.launch.dispatch import dispatch
 from jax_sparse_mla.launch.triton_call import launching
 from jax_sparse_mla.serving.config import HyperConnections
+from jax_sparse_mla.serving.quantised import JoinedRows, Weight, multiplied_out
 
 
-def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, weight: Weight) -> jax.Array:
     """float32 `x @ weight.T`: x `[T, in]`, weight `[out, in]` → `[T, out]`. Float32 rows are not rounded to TF32."""
+    if isinstance(weight, JoinedRows):
+        return jnp.concatenate([matmul(x, part) for part in weight.parts], axis=-1)
     return lax.dot_general(
         x,
-        weight,
+        multiplied_out(weight),
         (((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+def linear(x: jax.Array, weight: Weight) -> jax.Array:
     """`x @ weight.T` in x's dtype, summed in float32."""
     return matmul(x, weight).astype(x.dtype)
 
@@ -79,7 +82,7 @@ def swiglu(gate_up: jax.Array, limit: float | None) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, limit: float | None = None) -> jax.Array:
+def mlp(x: jax.Array, gate_up: Weight, down: Weight, limit: float | None = None) -> jax.Array:
     """A SwiGLU of one width: x `[T, hidden]`, gate_up `[2 * width, hidden]`, down `[hidden, width]`."""
     return linear(swiglu(linear(x, gate_up), limit), down)
 

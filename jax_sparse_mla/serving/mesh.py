@@ -24,6 +24,7 @@ from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.memory import bytes_of_a_device, check_memory, size_of
 from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.params import LayerWeights
+from jax_sparse_mla.serving.quantised import JoinedRows, Quantised, join_rows, multiplied_out
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import Counters, EngineOptions, Scheduler, StepPlan
 from jax_sparse_mla.serving.step import Program, Result, State, copy_states, run_step, unpack_result
@@ -65,13 +66,23 @@ def new_mesh(shares: int, devices: int) -> Mesh:
 
 def parameter_specs(params: Params, mesh: Mesh) -> Any:
     """The PartitionSpec of each parameter that `cut_model` places: whole on every device if one has all heads."""
-    cut = _CUT if mesh.shape[HEADS] > 1 else {}
+    cut = mesh.shape[HEADS] > 1
 
     def spec(path, x):
-        dim = cut.get((getattr(path[-1], "name", None), x.ndim))
-        return P() if dim is None else P(*dim * [None], HEADS)
+        dim = _cut_axis(path, x) if cut else None
+        # Of a quantised weight, values and scales are cut alike.
+        return jax.tree.map(lambda _: P() if dim is None else P(*dim * [None], HEADS), x)
 
-    return jax.tree_util.tree_map_with_path(spec, params)
+    return jax.tree_util.tree_map_with_path(spec, params, is_leaf=_is_weight)
+
+
+def _cut_axis(path: tuple, x: Any) -> int | None:
+    """The dimension of a parameter that is cut, None: it is whole."""
+    return _CUT.get((getattr(path[-1], "name", None), x.ndim))
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, Quantised)
 
 
 def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
@@ -123,18 +134,26 @@ def _placed(model: Model, params: Params, mesh: Mesh) -> Params:
     """Parameters on their devices, with each device's part in one piece.
 
     Rows of the queries' heads are followed by those of the indexer, which every device has whole. The sinks of several
-    layers are one array.
+    layers are one array. A quantised weight whose scales the devices cannot share is multiplied out.
     """
     n, spec = mesh.shape[HEADS], model.spec
 
     def queries(weights: LayerWeights) -> LayerWeights:
-        heads, index = jnp.split(weights.attention.q_b, [spec.num_heads * model.config.query_dim])
-        q_b = jnp.concatenate([part for device_heads in jnp.split(heads, n) for part in (device_heads, index)])
+        whole, rows = weights.attention.q_b, spec.num_heads * model.config.query_dim
+        if isinstance(whole, JoinedRows):
+            whole = multiplied_out(whole)
+        of_device, part = rows // n, whole.part if isinstance(whole, Quantised) else lambda *of: whole[slice(*of)]
+        index = part(rows, whole.shape[0])
+        q_b = join_rows([x for i in range(n) for x in (part(i * of_device, (i + 1) * of_device), index)])
         return dataclasses.replace(weights, attention=dataclasses.replace(weights.attention, q_b=q_b))
 
     def sinks(of_ratio: V4LayerParams) -> V4LayerParams:
         by_layer = of_ratio.attn_sink.reshape(of_ratio.num_layers, n, -1)
         return dataclasses.replace(of_ratio, attn_sink=jnp.swapaxes(by_layer, 0, 1).reshape(-1))
+
+    def shareable(path: tuple, x: Any) -> Any:
+        dim = _cut_axis(path, x) if isinstance(x, Quantised) else None
+        return x if dim is None or x.divides(dim, n) else multiplied_out(x)
 
     if n > 1:
         attention = params.attention
@@ -145,6 +164,7 @@ def _placed(model: Model, params: Params, mesh: Mesh) -> Params:
         if (draft := params.draft) is not None:
             layer = dataclasses.replace(draft.layer, weights=queries(draft.layer.weights))
             params = dataclasses.replace(params, draft=dataclasses.replace(draft, layer=layer))
+        params = jax.tree_util.tree_map_with_path(shareable, params, is_leaf=_is_weight)
     return jax.device_put(params, _shardings(params, mesh))
 
 

@@ -134,15 +134,16 @@ class Model:
         read = functools.partial(read_params, self.config, draft_layer=False)
         return random_host_arrays(read, seed, self.config.moe.num_experts)
 
-    def from_named_arrays(self, arrays: Mapping[str, Any]) -> Params:
+    def from_named_arrays(self, arrays: Mapping[str, Any], *, as_stored: bool = True) -> Params:
         """The parameters of numpy arrays by name, as a state dict of transformers' or a checkpoint has them.
 
-        Those of the draft layer are read too if they are there.
+        Those of the draft layer are read too if they are there. With `as_stored` weights that products read stay FP8
+        and FP4, as `load` has it.
 
         Raises:
           ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
         """
-        return checkpoint.from_named_arrays(self.config, arrays)
+        return checkpoint.from_named_arrays(self.config, arrays, as_stored=as_stored)
 
     def new_caches(
         self, *, num_pages: int, num_swa_pages: int, max_requests: int, max_draft_tokens: int = 0, bf16: bool = False
@@ -339,11 +340,13 @@ class Model:
         return matmul(hidden, weights)
 
 
-def load(folder: str | os.PathLike[str], *, draft_layer: bool = True) -> tuple[Model, Params]:
+def load(folder: str | os.PathLike[str], *, draft_layer: bool = True, as_stored: bool = True) -> tuple[Model, Params]:
     """The model and parameters of a checkpoint folder: `config.json` and safetensors.
 
     A tensor is read from the file that the index names. `generation_config.json` decides the end tokens, if it has any.
-    With `draft_layer` the draft layer is read too, if there is one; it is as large as a layer.
+    With `draft_layer` the draft layer is read too, if there is one; it is as large as a layer. With `as_stored` the
+    FP8 and FP4 weights that products read stay so (`serving.quantised`); else they are multiplied out to the
+    embedding's dtype, and take two to four times the memory.
 
     Raises:
       FileNotFoundError: no such folder, or a file that is missing in it.
@@ -363,7 +366,8 @@ def load(folder: str | os.PathLike[str], *, draft_layer: bool = True) -> tuple[M
             config = dataclasses.replace(config, eos_token_ids=eos_token_ids(generation["eos_token_id"]))
     arrays = files.map_folder(folder)
     with files.named(folder):
-        return Model(config), checkpoint.from_named_arrays(config, arrays, draft_layer=draft_layer)
+        options = {"draft_layer": draft_layer, "as_stored": as_stored}
+        return Model(config), checkpoint.from_named_arrays(config, arrays, **options)
 
 
 def generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:

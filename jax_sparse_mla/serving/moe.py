@@ -11,6 +11,7 @@ from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.launch.transforms import KernelCall
 from jax_sparse_mla.serving.config import MoE
 from jax_sparse_mla.serving.layers import linear, matmul, mlp, summed, swiglu
+from jax_sparse_mla.serving.quantised import Quantised, Weight, multiplied_out
 
 _DOTS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -28,10 +29,10 @@ class MoEParams:
     `experts_of_token` int32 `[vocab, top_k]`."""
 
     router: jax.Array
-    gate_up: jax.Array
-    down: jax.Array
-    shared_gate_up: jax.Array
-    shared_down: jax.Array
+    gate_up: jax.Array | Quantised
+    down: jax.Array | Quantised
+    shared_gate_up: Weight
+    shared_down: Weight
     experts_of_token: jax.Array | None = None
 
 
@@ -39,8 +40,8 @@ class MoEParams:
 class DenseParams:
     """A wide MLP: gate_up `[2 * width, hidden]`, the gate first, down `[hidden, width]`."""
 
-    gate_up: jax.Array
-    down: jax.Array
+    gate_up: Weight
+    down: Weight
 
 
 def feed_forward(
@@ -103,7 +104,12 @@ def choose(scores: jax.Array, config: MoE) -> jax.Array:
 
 
 def experts(
-    x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array, limit: float | None
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array | Quantised,
+    down: jax.Array | Quantised,
+    limit: float | None,
 ) -> jax.Array:
     """The weighted sum over each row's experts, float32: x `[T, hidden]`, chosen and weights `[T, k]` → `[T, hidden]`.
 
@@ -127,30 +133,34 @@ def experts(
     return jnp.sum(out.astype(x.dtype), axis=1, dtype=jnp.float32)
 
 
-def _times(x: jax.Array, weight: jax.Array, expert: jax.Array) -> jax.Array:
+def _times(x: jax.Array, weight: jax.Array | Quantised, expert: jax.Array) -> jax.Array:
     """Each row times the weight of its expert: x `[R, in]`, weight `[experts, out, in]`, expert `[R]` → `[R, out]`.
 
     A sum and not a product, for which XLA would copy the weights: so it reads them where they are.
     """
-    return jnp.sum(weight[expert].astype(jnp.float32) * x[:, None, :].astype(jnp.float32), axis=-1).astype(x.dtype)
+    own = multiplied_out(weight[expert]).astype(jnp.float32)
+    return jnp.sum(own * x[:, None, :].astype(jnp.float32), axis=-1).astype(x.dtype)
 
 
-def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+def _ragged(x: jax.Array, weight: jax.Array | Quantised, sizes: jax.Array) -> jax.Array:
     """As `_times`, of rows sorted by expert; `sizes[e]` of them are expert e's."""
     if _hopper_serves(x, weight):
         return KernelCall(_ragged_on_hopper, _ragged_by_xla)(x, weight, sizes)
     return _ragged_by_xla(x, weight, sizes)
 
 
-def _ragged_by_xla(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+def _ragged_by_xla(x: jax.Array, weight: jax.Array | Quantised, sizes: jax.Array) -> jax.Array:
     """Float32 is not rounded to TF32. On GPUs XLA multiplies all rows by every expert, from a copy of the weights."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    product = lax.ragged_dot_general(x, weight, sizes, _DOTS, precision=precision, preferred_element_type=jnp.float32)
+    weight, wide = multiplied_out(weight), jnp.float32
+    product = lax.ragged_dot_general(x, weight, sizes, _DOTS, precision=precision, preferred_element_type=wide)
     return product.astype(x.dtype)
 
 
-def _hopper_serves(x: jax.Array, weight: jax.Array) -> bool:
+def _hopper_serves(x: jax.Array, weight: jax.Array | Quantised) -> bool:
     """Whether JAX's own kernel for SM90 can take the product, and there are enough experts for it to pay."""
+    if isinstance(weight, Quantised):
+        return False
     count, out, width = weight.shape
     fits = x.dtype == weight.dtype == jnp.bfloat16 and width % _BLOCK_K == 0 and out % _BLOCK_N == 0
     return fits and count >= _MANY_EXPERTS and DeviceInfo.current().compute_capability == (9, 0)

@@ -15,6 +15,7 @@ import numpy as np
 
 from jax_sparse_mla.serving.config import MoE
 from jax_sparse_mla.serving.moe import DenseParams, MoEParams
+from jax_sparse_mla.serving.quantised import Weight, join_rows
 
 Layer = TypeVar("Layer")
 Shape = tuple[int, ...]
@@ -24,17 +25,22 @@ Shape = tuple[int, ...]
 class Tensors:
     """Where a model's parameters come from."""
 
-    get: Callable[[str, Shape, Any], jax.Array]  # (name, shape, dtype) → array; the name without "model."
+    # (name, shape, dtype, stored) → weight; the name without "model.". `stored`: as the checkpoint has it.
+    get: Callable[[str, Shape, Any, bool], Any]
     dtype: Any  # of the weights that are not kept in float32
     prefix: str = ""  # of the names that follow
     read_layer: Callable[..., Any] | None = None  # what `layer` does; None reads
 
     def __call__(self, name: str, shape: Shape) -> jax.Array:
         """A weight in the model's dtype."""
-        return self.get(self.prefix + name, shape, self.dtype)
+        return self.get(self.prefix + name, shape, self.dtype, False)
+
+    def stored(self, name: str, shape: Shape) -> Weight:
+        """A weight that products read: in the model's dtype, or `Quantised` as it is stored."""
+        return self.get(self.prefix + name, shape, self.dtype, True)
 
     def float32(self, name: str, shape: Shape) -> jax.Array:
-        return self.get(self.prefix + name, shape, jnp.float32)
+        return self.get(self.prefix + name, shape, jnp.float32, False)
 
     def under(self, prefix: str) -> Tensors:
         """The tensors whose names go on with this prefix."""
@@ -45,33 +51,35 @@ class Tensors:
         return read(config, i, self) if self.read_layer is None else self.read_layer(read, config, i, kind)
 
     def swiglu(self, width: int, hidden: int) -> DenseParams:
-        gate_up = [self(f"{name}.weight", (width, hidden)) for name in ("gate_proj", "up_proj")]
-        return DenseParams(gate_up=jnp.concatenate(gate_up), down=self("down_proj.weight", (hidden, width)))
+        gate_up = [self.stored(f"{name}.weight", (width, hidden)) for name in ("gate_proj", "up_proj")]
+        return DenseParams(gate_up=join_rows(gate_up), down=self.stored("down_proj.weight", (hidden, width)))
 
     def moe(self, config: MoE, hidden: int, vocab_size: int | None) -> MoEParams:
         """A layer's experts; with a vocabulary's size those of a hash layer."""
         experts, shared = self.under("experts."), self.under("shared_experts.").swiglu(config.shared_width, hidden)
-        table = vocab_size and self.get(f"{self.prefix}gate.tid2eid", (vocab_size, config.top_k), jnp.int32)
+        table = vocab_size and self.get(f"{self.prefix}gate.tid2eid", (vocab_size, config.top_k), jnp.int32, False)
         return MoEParams(
             router=self("gate.weight", (config.num_experts, hidden)),
-            gate_up=experts("gate_up_proj", (config.num_experts, 2 * config.width, hidden)),
-            down=experts("down_proj", (config.num_experts, hidden, config.width)),
+            gate_up=experts.stored("gate_up_proj", (config.num_experts, 2 * config.width, hidden)),
+            down=experts.stored("down_proj", (config.num_experts, hidden, config.width)),
             shared_gate_up=shared.gate_up,
             shared_down=shared.down,
             experts_of_token=table,
         )
 
 
-def shapes_of(read_params: Callable[[Tensors], Any]) -> dict[str, Shape]:
-    """The shape of each tensor that is read, by its name; nothing is allocated."""
+def shapes_of(read_params: Callable[[Tensors], Any]) -> tuple[dict[str, Shape], set[str]]:
+    """The shape of each tensor that is read, by its name, and which are read as stored; nothing is allocated."""
     shapes: dict[str, Shape] = {}
+    stored: set[str] = set()
 
-    def get(name, shape, dtype):
+    def get(name, shape, dtype, as_stored):
         shapes[name] = shape
+        stored.update([name] * as_stored)
         return jnp.zeros(shape, dtype)
 
     jax.eval_shape(lambda: read_params(Tensors(get, jnp.bfloat16)))
-    return shapes
+    return shapes, stored
 
 
 def random_params(
@@ -100,7 +108,7 @@ def random_params(
 
 
 def _random_tensors(seed: jax.Array, dtype: Any, num_experts: int) -> Tensors:
-    return Tensors(lambda name, shape, dtype: _random(seed, name, shape, dtype, num_experts), dtype)
+    return Tensors(lambda name, shape, dtype, _: _random(seed, name, shape, dtype, num_experts), dtype)
 
 
 def _random_layer(read, config, i, dtype, num_experts) -> Callable[[jax.Array], Any]:
@@ -127,7 +135,7 @@ def _random(seed: jax.Array, name: str, shape: Shape, dtype: Any, num_experts: i
 def random_host_arrays(read_params: Callable[[Tensors], Any], seed: int, num_experts: int) -> dict[str, np.ndarray]:
     """Random tensors by name, as a checkpoint in bfloat16 has them, for small models: made on the host."""
     arrays = {}
-    for name, shape in shapes_of(read_params).items():
+    for name, shape in shapes_of(read_params)[0].items():
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         if _is_table(name):
             arrays[name] = rng.random((shape[0], num_experts)).argsort(-1)[:, : shape[1]].astype(np.int32)

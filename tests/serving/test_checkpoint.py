@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 
 import jax
@@ -12,15 +13,21 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from support.draft_layers import named_draft, new_draft_layer
-from support.released_checkpoints import FP4_CONFIG, FP8_CONFIG, quantised, released_v4, write
+from support.released_checkpoints import FP4_CONFIG, FP8_CONFIG, quantised, released_v4, without_quantised, write
 from support.serving_models import jax_model, torch_model
 from support.serving_steps import named_arrays
 
 from jax_sparse_mla.serving import Model, load
 from jax_sparse_mla.serving.checkpoint import from_named_arrays
 from jax_sparse_mla.serving.presets import ByteTokenizer, load_tokenizer
+from jax_sparse_mla.serving.quantised import JoinedRows, Quantised
 
 MODELS = ("v4", "v32")
+
+
+def weights_by_name(params):
+    tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Quantised | JoinedRows))[0]
+    return {next(part.name for part in path[::-1] if hasattr(part, "name")): x for path, x in tree}
 
 
 def same(a, b):
@@ -82,9 +89,17 @@ def test_released_checkpoint(name, scale_dtype, fp4_experts, tmp_path):
         assert experts == {"int8" if fp4_experts else "float8_e4m3fn"}
     folder = write(tmp_path / name, config, stored)
     model, params = load(folder)
-    same(params, from_named_arrays(model.config, plain))
-    without = dataclasses.replace(params, draft=None)
-    same(load(folder, draft_layer=False)[1], without)
+    wanted = from_named_arrays(model.config, plain)
+    same(load(folder, as_stored=False)[1], wanted)
+    same(without_quantised(params), wanted)
+    # Experts are held as in the file; so is all that products read, and only attention's own einsums read other weights.
+    down = [x for n, x in stored.items() if re.search(r"layers\.1\..*[^d]_?experts\.\d+\.(w2|down_proj)\.weight$", n)]
+    np.testing.assert_array_equal(params.layers[1].mlp.down.values, [x.view(np.uint8) for x in down])
+    held = {n for n, x in weights_by_name(params).items() if isinstance(x, Quantised | JoinedRows)}
+    read = {"q_b", "gate_up", "down", "shared_gate_up", "shared_down", "in_proj", "projections"}
+    assert held == read | {"o_b" if name == "v4" else "o_proj"}
+    same(load(folder, draft_layer=False)[1], dataclasses.replace(params, draft=None))
+    without = dataclasses.replace(wanted, draft=None)
     # A drafter of another form is none.
     del plain[draft.prefix + ("e_proj.weight" if name == "v4" else "eh_proj.weight")]
     same(from_named_arrays(model.config, plain | {f"{draft.prefix}main_proj.weight": np.zeros(2)}), without)

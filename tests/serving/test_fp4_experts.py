@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.hf_models import random_model, random_tokens, small_v4_config
-from support.released_checkpoints import FP4_CONFIG, from_fp4, quantised, released_v4, to_fp4, write
+from support.released_checkpoints import FP4_CONFIG, from_fp4, quantised, released_v4, to_fp4, without_quantised, write
 from support.serving_models import config, row_differences, torch_model
 from support.serving_steps import Steps, named_arrays, torch_logits
 from transformers import FineGrainedFP8Config
@@ -18,7 +18,8 @@ from transformers.quantizers import quantizer_finegrained_fp8
 
 from jax_sparse_mla import ForwardMode
 from jax_sparse_mla.serving import Model, load
-from jax_sparse_mla.serving.checkpoint import dequantised_fp4, from_named_arrays
+from jax_sparse_mla.serving.checkpoint import from_named_arrays
+from jax_sparse_mla.serving.quantised import Quantised, WeightFormat, multiplied_out
 
 E8M0 = ml_dtypes.float8_e8m0fnu
 GATE = "model.layers.1.mlp.experts.{}.gate_proj.weight"
@@ -35,7 +36,8 @@ def test_every_byte_times_every_scale(dtype):
     wanted = values * np.repeat(scales.view(E8M0).astype(np.float64), 32, axis=1)
     np.testing.assert_array_equal(from_fp4(packed, scales), wanted)  # the oracle of the other tests
     # Three matrices, of which the last is in another order.
-    got = dequantised_fp4(*(jnp.asarray(np.stack([x, x, x[::-1]])) for x in (packed, scales)), dtype=dtype)
+    weight = Quantised.stored(WeightFormat.FP4, *(np.stack([x, x, x[::-1]]) for x in (packed, scales)), dtype)
+    got = multiplied_out(weight)
     assert got.shape == (3, 256, 512) and got.dtype == dtype
     with np.errstate(over="ignore"):
         rounded = wanted.astype(np.dtype(dtype))
@@ -50,8 +52,9 @@ def test_every_byte_times_every_scale(dtype):
 
 def test_no_more_than_one_expert_is_held_in_float32():
     experts, rows, columns = 32, 256, 512
-    shapes = [jax.ShapeDtypeStruct((experts, rows, columns // n), jnp.uint8) for n in (2, 32)]
-    memory = dequantised_fp4.lower(*shapes, dtype=jnp.bfloat16).compile().memory_analysis()
+    values, scales = (jax.ShapeDtypeStruct((experts, rows, columns // n), jnp.uint8) for n in (2, 32))
+    weight = Quantised(format=WeightFormat.FP4, dtype=np.dtype(jnp.bfloat16), values=values, scales=scales)
+    memory = jax.jit(multiplied_out).lower(weight).compile().memory_analysis()
     assert memory.output_size_in_bytes == experts * rows * columns * 2
     assert memory.temp_size_in_bytes <= rows * columns * 4 + 4096
 
@@ -68,7 +71,8 @@ def test_a_checkpoint_against_transformers_loader(tmp_path, monkeypatch):
     theirs = DeepseekV4ForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
     model, params = load(folder)
     arrays, before = named_arrays(theirs), named_arrays(module)
-    jax.tree.map(np.testing.assert_array_equal, params, from_named_arrays(model.config, arrays))
+    wanted = from_named_arrays(model.config, arrays)
+    jax.tree.map(np.testing.assert_array_equal, without_quantised(params), wanted)
     name = "model.layers.1.mlp.experts.down_proj"
     assert arrays.keys() == before.keys() and (arrays[name] != before[name]).mean() > 0.5
 
@@ -106,9 +110,9 @@ def test_experts_in_one_tensor():
         stored |= {name: packed, f"{name}_scale_inv": scales}
     model = Model.from_config(config("v4").to_dict() | FP4_CONFIG)
     got, wanted = (from_named_arrays(model.config, x) for x in (stored, plain))
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    jax.tree.map(np.testing.assert_array_equal, without_quantised(got), wanted)
     table = "model.layers.0.mlp.gate.tid2eid"  # int8, and no weight
-    got = from_named_arrays(model.config, stored | {table: stored[table].astype(np.int8)})
+    got = from_named_arrays(model.config, stored | {table: stored[table].astype(np.int8)}, as_stored=False)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 
+import jax
 import ml_dtypes
 import numpy as np
+
+from jax_sparse_mla.serving.quantised import JoinedRows, Quantised, multiplied_out
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code; bit 3 is the sign
 
@@ -37,6 +40,11 @@ def to_fp8(x, scale_dtype):
     scale = 2.0 ** np.ceil(np.log2(np.abs(blocks).max(axis=(1, 3)) / 448))
     values = (blocks / scale[:, None, :, None]).reshape(padded.shape)[: x.shape[0], : x.shape[1]]
     return values.astype(ml_dtypes.float8_e4m3fn), scale.astype(scale_dtype)
+
+
+def without_quantised(params):
+    """Parameters with all weights multiplied out."""
+    return jax.tree.map(multiplied_out, params, is_leaf=lambda x: isinstance(x, (Quantised, JoinedRows)))
 
 
 # From transformers' names to the released ones, as V4's checkpoints have them.
