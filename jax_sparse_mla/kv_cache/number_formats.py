@@ -147,6 +147,20 @@ def e2m1_words_to_float16(words):
 
 
 @triton.jit
+def e2m1_times_ue8m0(code, scale):
+    """code * 2^(scale − 127) as bfloat16, of int32 codes and scale bytes, in integers.
+
+    Exact where the number is normal: smaller ones, and those of scale 0, become 0. Scales above 251 (2^124) are not
+    served.
+    """
+    magnitude = code & 7
+    # Exponent and mantissa move into those of bfloat16, to whose exponent the scale is added. 0.5 is a power of two.
+    bits = ((scale - 1) << 7) + ((magnitude - (magnitude == 1).to(tl.int32)) << 6)
+    bits = tl.where((magnitude == 0) | (scale == 0), 0, bits) | ((code & 8) << 12)
+    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def ue8m0_to_float32(byte):
     """2^(byte − 127) of int32 bytes; 255 is NaN."""
     bits = tl.where(byte == 0, _F32_TWO_POW_MINUS_127, byte << 23)

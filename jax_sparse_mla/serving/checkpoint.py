@@ -85,11 +85,18 @@ def _bytes(stored: Mapping[str, Any], name: str, shape: Shape, dtype: np.dtype, 
 
 
 def init_params(
-    config: Config, seed: int, dtype: Any, *, draft_layer: bool, shardings: Callable[[Any], Any] | None = None
+    config: Config,
+    seed: int,
+    dtype: Any,
+    *,
+    draft_layer: bool = False,
+    as_stored: bool = False,
+    shardings: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Random parameters; see `Model.init_params` and `random_params`."""
     read = functools.partial(read_params, config, draft_layer=draft_layer)
-    return random_params(read, seed, dtype, config.moe.num_experts, shardings)
+    experts = (WeightFormat.FP4 if isinstance(config, V4Config) else WeightFormat.FP8) if as_stored else None
+    return random_params(read, seed, dtype, config.moe.num_experts, shardings, experts)
 
 
 # From the released names to those of transformers' modules; each is applied once, in this order.

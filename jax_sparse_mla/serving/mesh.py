@@ -99,11 +99,13 @@ def cut_model(model: Model, params: Params, mesh: Mesh) -> tuple[Model, Params]:
     return model_of_a_device(model, mesh), _placed(model, params, mesh)
 
 
-def init_cut_params(model: Model, seed: int, mesh: Mesh, dtype: Any = jnp.bfloat16) -> tuple[Model, Params]:
+def init_cut_params(
+    model: Model, seed: int, mesh: Mesh, dtype: Any = jnp.bfloat16, *, as_stored: bool = False
+) -> tuple[Model, Params]:
     """As `cut_model` with `model.init_params(seed, dtype)`, but each device makes its own part; none has the whole."""
     device_model = model_of_a_device(model, mesh)  # refuses what cannot be cut
     shardings = functools.partial(_shardings, mesh=mesh)
-    params = init_params(model.config, seed, dtype, draft_layer=False, shardings=shardings)
+    params = init_params(model.config, seed, dtype, as_stored=as_stored, shardings=shardings)
     return device_model, _placed(model, params, mesh)
 
 
@@ -140,11 +142,11 @@ def _placed(model: Model, params: Params, mesh: Mesh) -> Params:
 
     def queries(weights: LayerWeights) -> LayerWeights:
         whole, rows = weights.attention.q_b, spec.num_heads * model.config.query_dim
-        if isinstance(whole, JoinedRows):
-            whole = multiplied_out(whole)
-        of_device, part = rows // n, whole.part if isinstance(whole, Quantised) else lambda *of: whole[slice(*of)]
-        index = part(rows, whole.shape[0])
-        q_b = join_rows([x for i in range(n) for x in (part(i * of_device, (i + 1) * of_device), index)])
+        whole = multiplied_out(whole) if isinstance(whole, JoinedRows) else whole
+        part = whole.part if isinstance(whole, Quantised) else lambda *of: whole[slice(*of)]
+        index = [part(rows, whole.shape[0])] if rows < whole.shape[0] else []
+        heads = [part(rows // n * i, rows // n * (i + 1)) for i in range(n)]
+        q_b = join_rows([x for of_device in heads for x in (of_device, *index)])
         return dataclasses.replace(weights, attention=dataclasses.replace(weights.attention, q_b=q_b))
 
     def sinks(of_ratio: V4LayerParams) -> V4LayerParams:

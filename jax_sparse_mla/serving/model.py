@@ -125,9 +125,12 @@ class Model:
         """The tokens that end a sequence."""
         return self.config.eos_token_ids
 
-    def init_params(self, seed: int, dtype: Any = jnp.bfloat16, *, draft_layer: bool = False) -> Params:
-        """Random parameters from a seed, made on the device."""
-        return checkpoint.init_params(self.config, seed, dtype, draft_layer=draft_layer)
+    def init_params(
+        self, seed: int, dtype: Any = jnp.bfloat16, *, draft_layer: bool = False, as_stored: bool = False
+    ) -> Params:
+        """Random parameters from a seed, made on the device; with `as_stored` quantised as a released checkpoint has
+        them: FP8, and V4's routed experts FP4."""
+        return checkpoint.init_params(self.config, seed, dtype, draft_layer=draft_layer, as_stored=as_stored)
 
     def random_arrays(self, seed: int) -> dict[str, np.ndarray]:
         """Random parameters of a small model from a seed, for `from_named_arrays`: bfloat16, made on the host."""

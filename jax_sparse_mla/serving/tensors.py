@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
 import zlib
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -15,10 +17,12 @@ import numpy as np
 
 from jax_sparse_mla.serving.config import MoE
 from jax_sparse_mla.serving.moe import DenseParams, MoEParams
-from jax_sparse_mla.serving.quantised import Weight, join_rows
+from jax_sparse_mla.serving.quantised import Quantised, Weight, WeightFormat, join_rows
 
 Layer = TypeVar("Layer")
 Shape = tuple[int, ...]
+# What products read and released checkpoints keep in bfloat16.
+_NOT_QUANTISED = re.compile(r"compressor\.(indexer\.)?(kv|gate)_proj|weights_proj|index_kpool")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,37 +92,46 @@ def random_params(
     dtype: Any,
     num_experts: int,
     shardings: Callable[[Any], Any] | None = None,
+    experts: WeightFormat | None = None,
 ) -> Any:
     """Random parameters, made on the device: by jitted functions, one for each kind of layer.
 
-    `shardings` makes those of a layer's arrays from the arrays' shapes; by default they are on one device.
+    `shardings` makes those of a layer's arrays from the arrays' shapes; by default they are on one device. With a
+    format of the experts, what products read is `Quantised` as in a released checkpoint, the rest of it FP8.
     """
+    kinds = num_experts, experts
     first: dict[Hashable, int] = {}  # layer of its kind, whose program makes the others too
     placed: dict[Hashable, tuple] = {}  # of its kind, as `_layer_program` takes it
 
     def read_layer(read, config, i, kind):
-        arguments = read, config, first.setdefault(kind, i), dtype, num_experts
+        arguments = read, config, first.setdefault(kind, i), dtype, kinds
         if kind not in placed:
             leaves, tree = jax.tree.flatten(shardings and shardings(jax.eval_shape(_random_layer(*arguments), seed)))
             placed[kind] = tuple(leaves), tree
         return _layer_program(*arguments, *placed[kind])(_mixed(seed + jnp.uint32(1 + i)))
 
     seed = _mixed(jnp.uint32(seed))
-    return read_params(dataclasses.replace(_random_tensors(seed, dtype, num_experts), read_layer=read_layer))
+    return read_params(dataclasses.replace(_random_tensors(seed, dtype, *kinds), read_layer=read_layer))
 
 
-def _random_tensors(seed: jax.Array, dtype: Any, num_experts: int) -> Tensors:
-    return Tensors(lambda name, shape, dtype, _: _random(seed, name, shape, dtype, num_experts), dtype)
+def _random_tensors(seed: jax.Array, dtype: Any, num_experts: int, experts: WeightFormat | None) -> Tensors:
+    def get(name: str, shape: Shape, dtype: Any, as_stored: bool) -> Any:
+        if experts is None or not as_stored or _NOT_QUANTISED.search(name):
+            return _random(seed, name, shape, dtype, num_experts)
+        form = experts if ".mlp.experts." in name else WeightFormat.FP8
+        return _random_quantised(seed, name, shape, np.dtype(dtype), form)
+
+    return Tensors(get, dtype)
 
 
-def _random_layer(read, config, i, dtype, num_experts) -> Callable[[jax.Array], Any]:
-    return lambda seed: read(config, i, _random_tensors(seed, dtype, num_experts))
+def _random_layer(read, config, i, dtype, kinds) -> Callable[[jax.Array], Any]:
+    return lambda seed: read(config, i, _random_tensors(seed, dtype, *kinds))
 
 
 @functools.cache
-def _layer_program(read, config, i, dtype, num_experts, shardings, tree) -> Callable[[jax.Array], Any]:
+def _layer_program(read, config, i, dtype, kinds, shardings, tree) -> Callable[[jax.Array], Any]:
     """The jitted function of a layer's seed; it is kept, so that a second model of the kind compiles nothing."""
-    make = _random_layer(read, config, i, dtype, num_experts)
+    make = _random_layer(read, config, i, dtype, kinds)
     return jax.jit(make, out_shardings=jax.tree.unflatten(tree, shardings))
 
 
@@ -130,6 +143,21 @@ def _random(seed: jax.Array, name: str, shape: Shape, dtype: Any, num_experts: i
     mean, deviation = _distribution(name, shape)
     values = mean + deviation * _unit_variance(seed, shape) if deviation else jnp.full(shape, mean)
     return values.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "shape", "dtype", "form"))
+def _random_quantised(seed: jax.Array, name: str, shape: Shape, dtype: np.dtype, form: WeightFormat) -> Quantised:
+    """Unit gain but for the rounding of the scale, one power of two for all."""
+    seed = _mixed(seed ^ jnp.uint32(zlib.crc32(name.encode())))
+    if form is WeightFormat.FP4:  # of random codes, whose mean square is 68.5 / 8
+        values, size = _hashed(seed, (*shape[:-1], shape[-1] // 2)).astype(jnp.uint8), (68.5 / 8) ** 0.5
+        rows = 1
+    else:
+        size, rows = 64.0, math.gcd(128, shape[-2])
+        values = jax.lax.bitcast_convert_type((size * _unit_variance(seed, shape)).astype(jnp.float8_e4m3fn), jnp.uint8)
+    exponent = round(math.log2(_distribution(name, shape)[1] / size))
+    groups = *shape[:-2], shape[-2] // rows, -(-shape[-1] // form.group)
+    return Quantised(format=form, dtype=dtype, values=values, scales=jnp.full(groups, 127 + exponent, jnp.uint8))
 
 
 def random_host_arrays(read_params: Callable[[Tensors], Any], seed: int, num_experts: int) -> dict[str, np.ndarray]:
@@ -169,10 +197,14 @@ def _unit_variance(seed: jax.Array, shape: Shape) -> jax.Array:
 
     jax.random would compile for a third of a second for each array on a CPU, and keep the bits of one beside it.
     """
+    return ((_hashed(seed, shape) >> 8).astype(jnp.float32) * 2.0**-23 - 1) * 3**0.5
+
+
+def _hashed(seed: jax.Array, shape: Shape) -> jax.Array:
     bits = jnp.broadcast_to(seed, shape)
     for axis in range(len(shape)):
         bits = _mixed(bits + jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
-    return ((bits >> 8).astype(jnp.float32) * 2.0**-23 - 1) * 3**0.5
+    return bits
 
 
 def _mixed(x: jax.Array) -> jax.Array:

@@ -102,10 +102,10 @@ def count_arrays(engine):
     return counts
 
 
-def layouts(config, shapes, *, exact=False, count=None):
+def layouts(config, shapes, *, exact=False, count=None, as_stored=False):
     options = dataclasses.replace(OPTIONS, batch_invariant=exact)  # whoever shares a step with whom
     model = Model.from_config(config)
-    params = model.init_params(seed=0, dtype=jnp.float32)
+    params = model.init_params(seed=0, dtype=jnp.float32, as_stored=as_stored)
     expected = served(Engine(model, params, options), requests(count))
     assert len({tuple(request.output) for request in expected}) == len(expected)
     for shape in shapes:
@@ -126,6 +126,12 @@ def layouts(config, shapes, *, exact=False, count=None):
             assert x.sharding.is_equivalent_to(NamedSharding(engine.mesh, spec), x.ndim)
         cut = [x for x in jax.tree.leaves(engine.params) if x.addressable_shards[0].data.size < x.size]
         assert bool(cut) == (shape[1] > 1)
+        if as_stored:
+            mlp = engine.params.layers[-1].mlp
+            assert [len(x.sharding.device_set) for x in jax.tree.leaves(mlp.down)] == [4, 4]
+            assert {x.addressable_shards[0].data.shape[0] for x in jax.tree.leaves(mlp.down)} == {
+                mlp.down.shape[0] // shape[1]
+            }
         if exact:  # each share is an engine by itself: to the bit
             assert [r.output for r in found] == [r.output for r in expected]
             assert [r.margins for r in found] == [r.margins for r in expected]
@@ -136,7 +142,8 @@ def v4():
 
 
 def windows():
-    layouts(WINDOWS, [(2, 2)], count=6)
+    """Quantised weights: experts in FP4, cut with their scales."""
+    layouts(WINDOWS, [(2, 2)], count=6, as_stored=True)
 
 
 def v4_requests():
@@ -194,10 +201,11 @@ def draft_layers():
 def made_cut():
     """Random parameters that each device makes for itself are those of one device, cut; none has one whole that is."""
     mesh = mesh_of(2, 2)
-    for config in (WINDOWS, V32):
+    for config, as_stored in ((WINDOWS, False), (WINDOWS, True), (V32, False)):
         model = Model.from_config(config)
-        own, params = init_cut_params(model, 3, mesh, jnp.float32)
-        expected_own, expected = cut_model(model, model.init_params(3, jnp.float32), mesh)
+        own, params = init_cut_params(model, 3, mesh, jnp.float32, as_stored=as_stored)
+        whole = model.init_params(3, jnp.float32, as_stored=as_stored)
+        expected_own, expected = cut_model(model, whole, mesh)
         assert own == expected_own and jax.tree.structure(params) == jax.tree.structure(expected)
         assert any(x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(params))
         for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(expected)):

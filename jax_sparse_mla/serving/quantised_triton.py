@@ -1,0 +1,138 @@
+"""Triton kernel of products with quantised weights: rows times one weight, or each times that of its expert.
+
+Weights stand on the left of the product, so that few rows fill few columns of a tile. Their bytes become bfloat16
+numbers in registers. A byte of FP4 holds two neighbours of a row: the rows' even values stand before the odd ones, and
+each nibble has a product of its own. FP4's scales are added to exponents; FP8's multiply the sums over 128 values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from jax_sparse_mla.kv_cache.number_formats import e2m1_times_ue8m0, e4m3_to_float32, ue8m0_to_float32
+from jax_sparse_mla.launch.describe import Executor, Launch, Output
+
+# What says which rows a tile has: nothing, of one weight; the expert of each row; or how many rows each expert has.
+ONE, EACH, SORTED = (tl.constexpr(i) for i in range(3))
+
+
+@triton.jit
+def product_kernel(
+    x_ptr,  # bfloat16 [rows, K], of FP4 the even values of a row before its odd ones
+    values_ptr,  # uint8 [experts, N, K / 2] of FP4, [experts, N, K] of FP8
+    scales_ptr,  # uint8 or float32 [experts, N / SCALE_ROWS, K / group]
+    which_ptr,  # int32 [rows], the experts of rows, or [experts], the numbers of rows
+    rows,
+    out_ptr,  # bfloat16 or float32 [rows, N]
+    EXPERTS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FP4: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    UE8M0: tl.constexpr,
+    WHICH: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    HARDWARE_CASTS: tl.constexpr,
+):
+    """A program has BN rows of a weight and up to BM rows of x, all of one expert."""
+    tile = tl.program_id(1)
+    if WHICH == ONE:
+        expert, start, end = 0, tile * BM, rows
+    elif WHICH == EACH:
+        expert, start, end = tl.load(which_ptr + tile), tile, tile + 1
+    else:
+        numbers = tl.arange(0, EXPERTS_BLOCK)
+        sizes = tl.load(which_ptr + numbers, mask=numbers < EXPERTS, other=0)
+        tiles = (sizes + BM - 1) // BM
+        expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+        before = tl.sum(tl.where(numbers < expert, sizes, 0), 0)
+        start = before + (tile - tl.sum(tl.where(numbers < expert, tiles, 0), 0)) * BM
+        end = before + tl.sum(tl.where(numbers == expert, sizes, 0), 0)
+    if start < end:
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        m = start + tl.arange(0, BM)
+        values_ptr += tl.cast(expert, tl.int64) * (N * (K // 2 if FP4 else K))
+        scales_ptr += tl.cast(expert, tl.int64) * (N // SCALE_ROWS * (K // 32 if FP4 else K // 128))
+        x_rows = x_ptr + m[None, :].to(tl.int64) * K
+        sums = tl.zeros((BN, BM), tl.float32)
+        for k in tl.range(0, K, BK, num_stages=STAGES):
+            if FP4:
+                group, byte = tl.arange(0, BK // 32), tl.arange(0, 16)
+                at = n[:, None, None] * (K // 2) + k // 2 + group[None, :, None] * 16 + byte[None, None, :]
+                packed = tl.load(values_ptr + at, mask=n[:, None, None] < N, other=0).to(tl.int32)
+                at = n[:, None] * (K // 32) + k // 32 + group[None, :]
+                scale = tl.load(scales_ptr + at, mask=n[:, None] < N, other=0).to(tl.int32)[:, :, None]
+                column = k // 2 + tl.arange(0, BK // 2)[:, None]
+                even = tl.load(x_rows + column, mask=m[None, :] < end, other=0.0)
+                odd = tl.load(x_rows + K // 2 + column, mask=m[None, :] < end, other=0.0)
+                low = tl.reshape(e2m1_times_ue8m0(packed & 15, scale), (BN, BK // 2))
+                sums = tl.dot(low, even, sums)
+                high = tl.reshape(e2m1_times_ue8m0(packed >> 4, scale), (BN, BK // 2))
+                sums = tl.dot(high, odd, sums)
+            else:
+                column = k + tl.arange(0, BK)
+                value = tl.load(values_ptr + n[:, None] * K + column[None, :], mask=n[:, None] < N, other=0)
+                part = tl.load(x_rows + column[:, None], mask=m[None, :] < end, other=0.0)
+                scale = tl.load(scales_ptr + n // SCALE_ROWS * (K // 128) + k // 128, mask=n < N, other=0)
+                if UE8M0:
+                    scale = ue8m0_to_float32(scale.to(tl.int32))
+                weight = e4m3_to_float32(value, HARDWARE_CASTS).to(tl.bfloat16)
+                sums += tl.dot(weight, part) * scale[:, None]
+        at = m[:, None].to(tl.int64) * N + n[None, :]
+        tl.store(out_ptr + at, tl.trans(sums).to(out_ptr.dtype.element_ty), mask=(m[:, None] < end) & (n[None, :] < N))
+
+
+class Tiling(NamedTuple):
+    bm: int
+    bn: int
+    bk: int
+    num_warps: int
+    stages: int
+
+
+def tiling(fp4: bool, rows: int, n: int, k: int, tiles: int, sm_count: int) -> Tiling:
+    """Of so many rows of one weight on average, and so many tiles of rows if each is as low as can be."""
+    bm = min(max(16, triton.next_power_of_2(rows)), 128)
+    bk = 256 if fp4 and k % 256 == 0 and bm <= 32 else 128
+    if bm > 32:
+        return Tiling(bm, 128, bk, 8, 3)
+    bn = 64
+    while bn > 16 and tiles * triton.cdiv(n, bn) < sm_count:  # a program reads few rows of the weight, all read some
+        bn //= 2
+    return Tiling(bm, bn, bk, 4, 4)
+
+
+def product(execute: Executor, x, values, scales, which=None, *, sizes: bool = False, dtype: str = "bfloat16") -> Any:
+    """`[rows, N]` of x bfloat16 `[rows, K]`, K a multiple of 128, and the arrays of a `Quantised`.
+
+    Args:
+      x: of FP4 the even values of each row before its odd ones.
+      which: None: the weight is `[N, K]`. int32 `[rows]`, each row's expert, of weights `[experts, N, K]`; with `sizes`
+        int32 `[experts]`, how many rows each has, one expert's after the other's. Rows behind all are not written.
+      dtype: of the result.
+    """
+    (rows, k), n = x.shape, values.shape[-2]
+    fp4, experts = values.shape[-1] < k, values.shape[0] if len(values.shape) == 3 else 1
+    if which is None:
+        kind, average, tiles = ONE, rows, triton.cdiv(rows, 16)
+    elif sizes:
+        kind, average, tiles = SORTED, triton.cdiv(rows, experts), min(rows, experts)
+    else:
+        kind, average, tiles = EACH, 1, rows
+    of = tiling(fp4, average, n, k, tiles, execute.device.sm_count)
+    if kind != EACH:
+        tiles = triton.cdiv(rows, of.bm) + (min(rows, experts) if sizes else 0)
+    constants = {"EXPERTS": experts, "N": n, "K": k, "FP4": fp4, "SCALE_ROWS": n // scales.shape[-2]}
+    constants |= {"UE8M0": str(scales.dtype).endswith("uint8"), "WHICH": kind.value}
+    constants |= {"EXPERTS_BLOCK": triton.next_power_of_2(experts), "BM": of.bm, "BN": of.bn, "BK": of.bk}
+    constants |= {"STAGES": of.stages, "HARDWARE_CASTS": execute.device.hardware_fp8, "num_warps": of.num_warps}
+    grid = triton.cdiv(n, of.bn), tiles
+    launch = Launch(product_kernel, "quantised_product", grid, (rows,), (Output((rows, n), dtype),), constants)
+    return execute(launch, (x, values, scales, which))[0]

@@ -1,0 +1,105 @@
+"""The Triton kernel of products with quantised weights against float64: in Triton's interpreter, or on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from sparse_mla_torch.launch.executor import executor
+from triton_device import tensor
+
+from jax_sparse_mla.kv_cache.number_formats import e2m1_times_ue8m0
+from jax_sparse_mla.serving import quantised_triton
+from jax_sparse_mla.serving.moe import experts
+from jax_sparse_mla.serving.quantised import Quantised, WeightFormat, multiplied_out
+
+BF16 = ml_dtypes.bfloat16
+
+
+def weight(form, *shape, ue8m0=True):
+    """A weight of any bytes that are numbers, and scales near 1."""
+    rng, rows = np.random.default_rng(shape), 1 if form is WeightFormat.FP4 else 128
+    values = rng.integers(0, 256, (*shape[:-1], shape[-1] // form.per_byte), np.uint8)
+    if form is WeightFormat.FP8:
+        values = np.where(values & 0x7F == 0x7F, 0, values).astype(np.uint8)
+    groups = *shape[:-2], -(-shape[-2] // rows), shape[-1] // form.group
+    scales = rng.integers(118, 128, groups, np.uint8) if ue8m0 else rng.uniform(0.1, 2, groups).astype(np.float32)
+    return Quantised.stored(form, values, scales, BF16)
+
+
+@triton.jit
+def every_code(out_ptr):
+    scale, code = tl.arange(0, 256), tl.arange(0, 16)
+    value = e2m1_times_ue8m0(code[None, :], scale[:, None])
+    tl.store(out_ptr + scale[:, None] * 16 + code[None, :], value)
+
+
+@pytest.mark.torch
+def test_every_code_times_every_scale():
+    out = tensor(np.zeros((256, 16), BF16))
+    every_code[(1,)](out)
+    found = out.float().cpu().numpy().astype(np.float64)
+    codes = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    wanted = codes * 2.0 ** (np.arange(256) - 127)[:, None]
+    wanted[np.abs(wanted) < 2.0**-126], wanted[0] = 0, 0
+    np.testing.assert_array_equal(found[:252], wanted[:252])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "form, n, k, ue8m0",
+    [(WeightFormat.FP4, 80, 256, True), (WeightFormat.FP8, 200, 128, False), (WeightFormat.FP8, 128, 256, True)],
+)
+def test_products(form, n, k, ue8m0):
+    """Of one weight, of each row's expert, and of sorted rows, among them an expert without rows and one of many
+    tiles; rows behind all parts are left alone."""
+    rng, count = np.random.default_rng(n), 5
+    of_experts, alone = weight(form, count, n, k, ue8m0=ue8m0), weight(form, n, k, ue8m0=ue8m0)
+    sizes = np.array([3, 0, 20, 1, 0], np.int32)
+    for which, is_sizes, rows in ((None, False, 17), ([4, 0, 4, 2], False, 4), (sizes, True, 26)):
+        one = alone if which is None else of_experts
+        wide = np.asarray(multiplied_out(one), np.float64)
+        x = rng.standard_normal((rows, k)).astype(BF16)
+        if which is None:
+            wide = np.broadcast_to(wide, (rows, n, k))
+        else:
+            which = np.array(which, np.int32)
+            wide = wide[np.repeat(np.arange(count), which) if is_sizes else which]
+        live = len(wide)
+        wanted = np.einsum("rnk,rk->rn", wide, x[:live].astype(np.float64))
+        parted = np.concatenate([x[:, ::2], x[:, 1::2]], axis=1) if form is WeightFormat.FP4 else x
+        given = [tensor(np.asarray(a)) for a in (parted, one.values, one.scales)] + [
+            None if which is None else tensor(which)
+        ]
+        run = executor(given[0].device)
+        for dtype in ("float32", "bfloat16") if which is None else ("bfloat16",):
+            found = quantised_triton.product(run, *given, sizes=is_sizes, dtype=dtype).float().cpu().numpy()[:live]
+            # Weights that a float32 scale rounds to bfloat16 are wider apart than the sums, which the kernel scales.
+            rounding = 2**-8 if dtype == "bfloat16" or not ue8m0 else 1e-5
+            bound = np.einsum("rnk,rk->rn", np.abs(wide), np.abs(x[:live].astype(np.float64)))
+            assert np.abs(found - wanted).max() <= rounding * np.abs(wanted).max() and np.isfinite(found).all()
+            assert (np.abs(found - wanted) <= rounding * bound).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", WeightFormat)
+@pytest.mark.parametrize("rows", [1, 8, 64, 700])
+def test_jax_runs_the_kernel(form, rows):
+    """Few rows with their experts' weights, and many, sorted; the router takes the kernel for both products."""
+    rng = np.random.default_rng(rows)
+    gate_up, down = weight(form, 32, 512, 256), weight(form, 32, 256, 256)
+    x = jnp.asarray(0.1 * rng.standard_normal((rows, 256)), jnp.bfloat16)
+    chosen = jnp.asarray(np.stack([rng.permutation(32)[:4] for _ in range(rows)]), jnp.int32)
+    weights = jnp.asarray(rng.uniform(size=(rows, 4)), jnp.float32)
+    step = jax.jit(experts, static_argnums=5).lower(x, chosen, weights, gate_up, down, 1.0)
+    assert step.as_text().count("quantised_product") >= 2
+    wanted = experts(x, chosen, weights, multiplied_out(gate_up), multiplied_out(down), 1.0)
+    np.testing.assert_allclose(
+        step.compile()(x, chosen, weights, gate_up, down), wanted, atol=0.03 * np.abs(wanted).max()
+    )
