@@ -15,13 +15,24 @@ from jax import lax
 from jax_sparse_mla.launch.dispatch import dispatch
 from jax_sparse_mla.launch.triton_call import launching
 from jax_sparse_mla.serving.config import HyperConnections
-from jax_sparse_mla.serving.quantised import JoinedRows, Weight, multiplied_out
+from jax_sparse_mla.serving.quantised import JoinedRows, Quantised, Weight, kernel_serves, multiplied_out, product
+
+FEW_ROWS = 64  # whose product takes as long as reading the weight
 
 
 def matmul(x: jax.Array, weight: Weight) -> jax.Array:
-    """float32 `x @ weight.T`: x `[T, in]`, weight `[out, in]` → `[T, out]`. Float32 rows are not rounded to TF32."""
+    """float32 `x @ weight.T`: x `[T, in]`, weight `[out, in]` → `[T, out]`. Float32 rows are not rounded to TF32.
+
+    Of a quantised weight few rows read the bytes; for many it is multiplied out, which is little beside the product.
+    """
     if isinstance(weight, JoinedRows):
         return jnp.concatenate([matmul(x, part) for part in weight.parts], axis=-1)
+    if x.shape[0] <= FEW_ROWS and kernel_serves(x, weight):
+        return product(_matmul, x, weight, dtype="float32")
+    return _matmul(x, weight)
+
+
+def _matmul(x: jax.Array, weight: jax.Array | Quantised) -> jax.Array:
     return lax.dot_general(
         x,
         multiplied_out(weight),

@@ -11,7 +11,7 @@ from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.launch.transforms import KernelCall
 from jax_sparse_mla.serving.config import MoE
 from jax_sparse_mla.serving.layers import linear, matmul, mlp, summed, swiglu
-from jax_sparse_mla.serving.quantised import Quantised, Weight, multiplied_out
+from jax_sparse_mla.serving.quantised import Quantised, Weight, kernel_serves, multiplied_out, product
 
 _DOTS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -134,16 +134,22 @@ def experts(
 
 
 def _times(x: jax.Array, weight: jax.Array | Quantised, expert: jax.Array) -> jax.Array:
-    """Each row times the weight of its expert: x `[R, in]`, weight `[experts, out, in]`, expert `[R]` → `[R, out]`.
+    """Each row times the weight of its expert: x `[R, in]`, weight `[experts, out, in]`, expert `[R]` → `[R, out]`."""
+    if kernel_serves(x, weight):
+        return product(_times_by_xla, x, weight, expert)
+    return _times_by_xla(x, weight, expert)
 
-    A sum and not a product, for which XLA would copy the weights: so it reads them where they are.
-    """
+
+def _times_by_xla(x: jax.Array, weight: jax.Array | Quantised, expert: jax.Array) -> jax.Array:
+    """A sum and not a product, for which XLA would copy the weights: so it reads them where they are."""
     own = multiplied_out(weight[expert]).astype(jnp.float32)
     return jnp.sum(own * x[:, None, :].astype(jnp.float32), axis=-1).astype(x.dtype)
 
 
 def _ragged(x: jax.Array, weight: jax.Array | Quantised, sizes: jax.Array) -> jax.Array:
     """As `_times`, of rows sorted by expert; `sizes[e]` of them are expert e's."""
+    if kernel_serves(x, weight):
+        return product(_ragged_by_xla, x, weight, sizes, sizes=True)
     if _hopper_serves(x, weight):
         return KernelCall(_ragged_on_hopper, _ragged_by_xla)(x, weight, sizes)
     return _ragged_by_xla(x, weight, sizes)

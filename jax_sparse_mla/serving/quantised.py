@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -19,6 +19,8 @@ from jax import lax
 
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.kv_cache.quantize import bits_to_float32, e2m1_values, times_ue8m0
+from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.triton_call import launching
 
 
 class WeightFormat(enum.Enum):
@@ -147,3 +149,20 @@ def _multiplied_out(weight: Quantised) -> jax.Array:
     if weight.scales.dtype == jnp.uint8:
         return bits_to_float32(times_ue8m0(values, scales)).astype(weight.dtype)
     return (values * scales).astype(weight.dtype)
+
+
+def kernel_serves(x: jax.Array, weight: Weight) -> bool:
+    """Whether the Triton kernel can take a product of these rows: bfloat16, and whole groups of FP8's scales."""
+    fits = isinstance(weight, Quantised) and x.dtype == weight.dtype == jnp.bfloat16
+    return fits and weight.shape[-1] % WeightFormat.FP8.group == 0 and x.shape[0] > 0
+
+
+def product(plain: Callable[..., jax.Array], x: jax.Array, weight: Quantised, *which: jax.Array, **static: Any):
+    """`quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`."""
+
+    def kernel(x: jax.Array, *others: Any) -> jax.Array:
+        if weight.format is WeightFormat.FP4:  # even values first
+            x = x.reshape(x.shape[0], -1, 2).swapaxes(1, 2).reshape(x.shape)
+        return launching("serving.quantised_triton.product", **static)(x, *others)
+
+    return dispatch(kernel, plain, x, weight, *which)

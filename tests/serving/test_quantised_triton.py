@@ -11,11 +11,15 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from compiled_facts import ARCHITECTURES, SHARED_MEMORY, compiled_facts
 from sparse_mla_torch.launch.executor import executor
-from triton_device import tensor
+from triton_device import ON_GPU, Interpreted, tensor
 
 from jax_sparse_mla.kv_cache.number_formats import e2m1_times_ue8m0
-from jax_sparse_mla.serving import quantised_triton
+from jax_sparse_mla.launch import dispatch, triton_call
+from jax_sparse_mla.launch.describe import Device
+from jax_sparse_mla.serving import quantised, quantised_triton
+from jax_sparse_mla.serving.layers import FEW_ROWS, linear
 from jax_sparse_mla.serving.moe import experts
 from jax_sparse_mla.serving.quantised import Quantised, WeightFormat, multiplied_out
 
@@ -85,6 +89,65 @@ def test_products(form, n, k, ue8m0):
             bound = np.einsum("rnk,rk->rn", np.abs(wide), np.abs(x[:live].astype(np.float64)))
             assert np.abs(found - wanted).max() <= rounding * np.abs(wanted).max() and np.isfinite(found).all()
             assert (np.abs(found - wanted) <= rounding * bound).all()
+
+
+def small_layer(form, rows):
+    """x, chosen, weights, gate_up, down of eight experts; a choice of 8 is another device's."""
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(0.1 * rng.standard_normal((rows, 128)), jnp.bfloat16)
+    chosen = jnp.asarray(np.stack([rng.permutation(9)[:2] for _ in range(rows)]), jnp.int32)
+    weights = jnp.asarray(rng.uniform(size=(rows, 2)), jnp.float32)
+    return x, chosen, weights, weight(form, 8, 256, 128), weight(form, 8, 128, 128)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("rows", [3, 11])
+def test_experts_take_the_kernel(monkeypatch, rows):
+    """Rows that read their experts' weights, and sorted ones; and a dense weight: both products, with the same sums."""
+    *given, gate_up, down = small_layer(WeightFormat.FP4, rows)
+    wanted = np.asarray(experts(*given, gate_up, down, 1.0))
+    dense = weight(WeightFormat.FP8, 200, 128)
+    dense_wanted = linear(given[0], dense)
+    monkeypatch.setattr(quantised, "dispatch", lambda kernel, plain, *args: kernel(*args))
+    monkeypatch.setattr(triton_call, "executor", triton_call.executor if ON_GPU else Interpreted)
+    found = experts(*given, gate_up, down, 1.0)
+    np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
+    np.testing.assert_allclose(
+        linear(given[0], dense).astype(np.float32), dense_wanted.astype(np.float32), rtol=2**-7, atol=1e-3
+    )
+
+
+@pytest.mark.cpu
+def test_the_kernel_is_traced_beside_the_plain_code(monkeypatch):
+    """As on a machine with a GPU, whose programs for a CPU take the plain code: to the bit that without a GPU."""
+    launched = []
+
+    def execute(launch, inputs):
+        launched.append(launch)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in launch.outputs)
+
+    execute.device = Device((9, 0), 132)
+    *given, gate_up, down = small_layer(WeightFormat.FP8, 11)
+    wanted = jax.jit(experts, static_argnums=5)(*given, gate_up, down, 1.0)
+    monkeypatch.setattr(dispatch, "use_triton", lambda: True)
+    monkeypatch.setattr(triton_call, "executor", lambda: execute)
+    found = jax.jit(lambda *args: experts(*args, 1.0))(*given, gate_up, down)
+    np.testing.assert_array_equal(found, wanted)
+    assert len(launched) == 2 and {x.constants["WHICH"] for x in launched} == {2}
+    linear_of = jax.jit(lambda x: linear(x, gate_up[0]))
+    rows = [1, FEW_ROWS, FEW_ROWS + 1]
+    for n in rows:
+        linear_of(jnp.ones((n, 128), jnp.bfloat16))
+    assert len(launched) == 4
+
+
+@ARCHITECTURES
+def test_kernels_compile(capabilities, tmp_path):
+    """Within each generation's shared memory; on SM90 by wgmma, and what is read comes by copies of 16 bytes."""
+    for fact in compiled_facts("quantised", tmp_path, capabilities):
+        assert fact["shared"] <= SHARED_MEMORY[fact["capability"]], fact
+        if fact["capability"] == 90:
+            assert fact["wide_copies"] and fact["wgmma"] == (fact["kernel"] != "fp8 of 8"), fact
 
 
 @pytest.mark.gpu

@@ -46,7 +46,7 @@ from jax_sparse_mla.metadata.triton import schedules, window
 from jax_sparse_mla.metadata.triton import v4 as metadata
 from jax_sparse_mla.metadata.triton import v32 as metadata_v32
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
-from jax_sparse_mla.serving import hyper_connections_triton
+from jax_sparse_mla.serving import hyper_connections_triton, quantised_triton
 
 _POINTERS = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32", "uint8": "*u8"}
 OPTIONS = "num_warps", "num_stages", "maxnreg"  # Triton's, among a kernel's constants
@@ -408,6 +408,26 @@ def metadata_cases(capability):
         yield name, kernel, pointers, constants
 
 
+def quantised_cases(capability):
+    """V4-Flash's experts of few rows, many and very many, V3.2's with float32 scales, a dense weight."""
+    for form, rows, sizes in (
+        ("fp4", 6, 0),
+        ("fp4", 384, 256),
+        ("fp4", 49_152, 256),
+        ("fp8", 49_152, 256),
+        ("fp8", 8, 0),
+    ):
+        recorder, (n, k) = Recorder(capability), (4096, 4096)
+        dense = (form, rows) == ("fp8", 8)
+        of = () if dense else (256,)
+        values = Array((*of, n, k if form == "fp8" else k // 2), "uint8")
+        scales = Array((*of, n // 128, k // 128)) if form == "fp8" else Array((*of, n, k // 32), "uint8")
+        which = None if dense else Array((sizes or rows,), "int32")
+        options = {"sizes": bool(sizes), "dtype": "float32" if dense else "bfloat16"}
+        quantised_triton.product(recorder, Array((rows, k), "bfloat16"), values, scales, which, **options)
+        yield f"{form} of {rows}", *recorder.cases[0][1:]
+
+
 def wide_copies(kernel):
     return any("cp.async" in line and "0x10" in line for line in kernel.asm["ptx"].splitlines())
 
@@ -429,6 +449,7 @@ KERNELS = {
     ),
     "kv": (kv_cases, E4M3 | {"wide_store": in_ptx("st.global.v")}),
     "metadata": (metadata_cases, {"redux": in_ptx("redux.sync")}),
+    "quantised": (quantised_cases, WGMMA | WIDE),
     "topk": (topk_cases, {}),
     "transformers": (transformers_cases, PRODUCTS | WGMMA),
 }
