@@ -32,6 +32,10 @@ OPERATIONS = {  # the module, and what it measures
     "memcheck": ("memcheck", "every kernel under compute-sanitizer"),
     "engines": ("engines", "attention layers of SGLang and vLLM with FlashMLA and with ours"),
     "several_gpus": ("several_gpus", "the step, context parallel decode and the engine over several GPUs"),
+    "expert_products": (
+        "ops.expert_products",
+        "experts' products of FP4 and FP8 weights beside bfloat16 and libraries",
+    ),
     "serving": ("serving", "the engine in JAX: first token, tokens per second, the attention's part"),
     "compile_time": ("compile_time", "compilation of the engine's programs by number of layers"),
     "maxtext": ("maxtext", "MaxText's models with dense attention and through this library"),

@@ -74,9 +74,9 @@ class Served:
         return engine(self.model, self.params, options, *mesh)
 
 
-def weight_bytes(model: Model, mesh: Mesh | None = None) -> int:
+def weight_bytes(model: Model, mesh: Mesh | None = None, as_stored: bool = False) -> int:
     """Bytes of the random parameters, or of each device's part of them; none are made."""
-    params = jax.eval_shape(lambda: model.init_params(0))
+    params = jax.eval_shape(lambda: model.init_params(0, as_stored=as_stored))
     if mesh is None:
         return memory.size_of(params)
 
@@ -272,6 +272,7 @@ def main() -> int:
     made.add_argument("--contexts", type=integers, metavar="TOKENS,…", help="of each request")
     made.add_argument("--new-tokens", type=positive_int, metavar="N", help="timed, of each request")
     made.add_argument("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
+    made.add_argument("--as-stored", action="store_true", help="weights in FP4 and FP8, as released checkpoints have them")
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
     made.add_argument("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help="as of `jax-sparse-mla generate`")
     made.add_argument("--seed", type=natural, default=0, help="of the weights, the tokens and the page order")
@@ -297,7 +298,7 @@ def main() -> int:
         if args.mesh is not None:
             mesh = new_mesh(*args.mesh)
             device = f"{mesh.size} x {device}, mesh {args.mesh[0]}x{args.mesh[1]}"
-        weights = weight_bytes(model, mesh)
+        weights = weight_bytes(model, mesh, args.as_stored)
         memory.check_memory(f"the weights of preset {args.preset} need", weights)
     except ValueError as error:
         made.error(str(error))
@@ -305,9 +306,9 @@ def main() -> int:
     print(f"{device}, {memory.device_memory() / 2**30:.1f} GiB; preset {args.preset}: {model.num_layers} layers, "
           f"{weights / 2**30:.2f} GiB of random weights on a device; {new_tokens} tokens of each request")  # fmt: skip
     if mesh is None:
-        params = model.init_params(args.seed)
+        params = model.init_params(args.seed, as_stored=args.as_stored)
     else:
-        model, params = init_cut_params(model, args.seed, mesh)
+        model, params = init_cut_params(model, args.seed, mesh, as_stored=args.as_stored)
     served = Served(model, params, mesh, args.seed, weights)
     first = functools.cache(lambda context: fitting(lambda: first_token(served, context, args.chunk_size)))
     rows = []
