@@ -272,7 +272,7 @@ def main() -> int:
     made.add_argument("--contexts", type=integers, metavar="TOKENS,…", help="of each request")
     made.add_argument("--new-tokens", type=positive_int, metavar="N", help="timed, of each request")
     made.add_argument("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
-    made.add_argument("--as-stored", action="store_true", help="weights in FP4 and FP8, as released checkpoints have them")
+    made.add_argument("--as-stored", action="store_true", help="weights in FP4 and FP8, as in released checkpoints")
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
     made.add_argument("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help="as of `jax-sparse-mla generate`")
     made.add_argument("--seed", type=natural, default=0, help="of the weights, the tokens and the page order")

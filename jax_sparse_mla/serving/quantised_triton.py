@@ -20,7 +20,7 @@ ONE, EACH, SORTED = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
-def product_kernel(
+def quantised_product_kernel(
     x_ptr,  # bfloat16 [rows, K], of FP4 the even values of a row before its odd ones
     values_ptr,  # uint8 [experts, N, K / 2] of FP4, [experts, N, K] of FP8
     scales_ptr,  # uint8 or float32 [experts, N / SCALE_ROWS, K / group]
@@ -135,5 +135,5 @@ def product(execute: Executor, x, values, scales, which=None, *, sizes: bool = F
     constants |= {"EXPERTS_BLOCK": triton.next_power_of_2(experts), "BM": of.bm, "BN": of.bn, "BK": of.bk}
     constants |= {"STAGES": of.stages, "HARDWARE_CASTS": execute.device.hardware_fp8, "num_warps": of.num_warps}
     grid = triton.cdiv(n, of.bn), tiles
-    launch = Launch(product_kernel, "quantised_product", grid, (rows,), (Output((rows, n), dtype),), constants)
+    launch = Launch(quantised_product_kernel, "quantised_product", grid, (rows,), (Output((rows, n), dtype),), constants)
     return execute(launch, (x, values, scales, which))[0]

@@ -2,6 +2,7 @@
 joins and cuts, and an engine's tokens."""
 
 import json
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jax_sparse_mla.serving import Model, load
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.layers import linear, matmul
 from jax_sparse_mla.serving.moe import experts
+from jax_sparse_mla.serving.params import LoopedLayers, Packed, Run, joined
 from jax_sparse_mla.serving.presets import CONFIGS
 from jax_sparse_mla.serving.quantised import JoinedRows, Quantised, WeightFormat, join_rows, multiplied_out
 from jax_sparse_mla.serving.request import Request
@@ -93,9 +95,9 @@ def test_experts_read_stored_weights():
 def test_joined_and_cut():
     """One behind the other, of other blocks' heights and other kinds; parts; what devices can share."""
     weights = [fp8(256, 192, seed=1), fp8(64, 192, seed=2), fp8(200, 192, seed=3)]
-    joined, wide = join_rows([w for w, _ in weights]), np.concatenate([wide for _, wide in weights])
-    assert isinstance(joined, Quantised) and joined.rows == 8
-    np.testing.assert_array_equal(multiplied_out(joined).astype(np.float32), wide)
+    whole, wide = join_rows([w for w, _ in weights]), np.concatenate([wide for _, wide in weights])
+    assert isinstance(whole, Quantised) and whole.rows == 8
+    np.testing.assert_array_equal(multiplied_out(whole).astype(np.float32), wide)
     whole = weights[0][0]
     for start, stop in ((0, 128), (128, 256), (64, 192), (5, 250)):
         part = whole.part(start, stop)
@@ -111,6 +113,23 @@ def test_joined_and_cut():
     )
     np.testing.assert_allclose(matmul(x, mixed), expected, rtol=1e-6, atol=1e-6)
     assert join_rows([plain, plain]).shape == (80, 192)
+
+
+def test_a_quantised_weight_is_kept_like_an_array():
+    """In one array with others, stacked for a loop over layers, donated, and named in a kept program."""
+    one, other = fp8(64, 128, scales=np.float32)[0], fp4(64, 128)[0]
+    tree = {"a": one, "b": other, "c": jnp.arange(3.0)}
+    back = jax.jit(lambda packed: packed.tree())(Packed.of(tree))
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, back, tree)
+    second = fp8(64, 128, scales=np.float32, seed=1)[0]
+    weights = LoopedLayers(runs=(Run(0, 1, 2),), weights=[[jax.tree.map(joined, one, second)]])
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda x, i: x.at(x.runs[0], 0, i))(weights, 0), one)
+    structure = jax.tree.structure(tree)
+    assert pickle.loads(pickle.dumps(structure)) == structure and " at 0x" not in repr(structure)
+    copy = jax.tree.map(jnp.copy, one)
+    out = jax.jit(lambda x: jax.tree.map(lambda part: part[::-1], x), donate_argnums=0)(copy)
+    assert all(x.is_deleted() for x in jax.tree.leaves(copy)) and out.shape == one.shape
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_jax_runs_the_kernel(form, rows):
     chosen = jnp.asarray(np.stack([rng.permutation(32)[:4] for _ in range(rows)]), jnp.int32)
     weights = jnp.asarray(rng.uniform(size=(rows, 4)), jnp.float32)
     step = jax.jit(experts, static_argnums=5).lower(x, chosen, weights, gate_up, down, 1.0)
-    assert step.as_text().count("quantised_product") >= 2
+    assert step.as_text().count("quantised_product_kernel") >= 2
     wanted = experts(x, chosen, weights, multiplied_out(gate_up), multiplied_out(down), 1.0)
     np.testing.assert_allclose(
         step.compile()(x, chosen, weights, gate_up, down), wanted, atol=0.03 * np.abs(wanted).max()
