@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_sparse_mla.serving.architectures import read_params
-from jax_sparse_mla.serving.config import WEIGHT_BLOCK, Config, Glm53Config, V4Config, V32Config
+from jax_sparse_mla.serving.config import Config, Glm53Config, V4Config, V32Config
 from jax_sparse_mla.serving.memory import check_memory
 from jax_sparse_mla.serving.quantised import JoinedRows, Quantised, WeightFormat, join_rows, multiplied_out
 from jax_sparse_mla.serving.tensors import Shape, Tensors, random_params, shapes_of
@@ -187,7 +187,7 @@ def _form(name: str, array: Any) -> WeightFormat | None:
     """The format of a stored tensor: FP4 is that of routed experts alone. None: its numbers are its weights."""
     if array.dtype == FP4 and (_is_stacked(name) or _EXPERT.search(name)):
         return WeightFormat.FP4
-    return WeightFormat.FP8 if array.dtype == FP8 else None
+    return WeightFormat.FP8 if array.dtype == FP8 and len(array.shape) > 1 else None
 
 
 def _stored_shapes(shapes: Mapping[str, Shape], stored: Mapping[str, Any]) -> dict[str, Shape]:
@@ -231,21 +231,24 @@ def _problem(name: str, shape: Shape, stored: Mapping[str, Any]) -> str | None:
     """The fault of a stored tensor that must have this shape, or of its scales; None if there is none."""
     array = stored[name]
     form = _form(name, array)
+
+    def scales() -> Shape:
+        return *shape[:-2], -(-shape[-2] // form.rows), -(-shape[-1] // form.group)
+
     if form is WeightFormat.FP4:
-        packed, scales = (*shape[:-1], shape[-1] // form.per_byte), (*shape[:-1], shape[-1] // form.group)
+        packed = *shape[:-1], shape[-1] // form.per_byte
         if shape[-1] % form.group:
             return f"{name} is FP4, whose rows must be of a multiple of {form.group} values, got {shape[-1]}"
         if tuple(array.shape) != packed:
             return f"{name} is int8, two FP4 values a byte, and must have shape {list(packed)}, got {list(array.shape)}"
-        return _scale_problem(name, "FP4", scales, (UE8M0,), stored)
+        return _scale_problem(name, "FP4", scales(), (UE8M0,), stored)
     if tuple(array.shape) != shape:
         return f"{name} must have shape {list(shape)}, got {list(array.shape)}"
     if name.endswith("tid2eid"):
         is_integer = getattr(array.dtype, "kind", "") in "iu"
         return None if is_integer else f"{name} must be an integer array, got {array.dtype}"
     if form is WeightFormat.FP8:
-        blocks = tuple(-(-n // block) for n, block in zip(shape[-2:], WEIGHT_BLOCK))
-        return _scale_problem(name, "FP8", (*shape[:-2], *blocks), (*WEIGHTS, UE8M0), stored)
+        return _scale_problem(name, "FP8", scales(), (*WEIGHTS, UE8M0), stored)
     if array.dtype not in WEIGHTS:
         return f"{name} must be of {', '.join(map(str, (*WEIGHTS, FP8)))}, got {array.dtype}"
     return None

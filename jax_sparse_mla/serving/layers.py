@@ -15,7 +15,14 @@ from jax import lax
 from jax_sparse_mla.launch.dispatch import dispatch
 from jax_sparse_mla.launch.triton_call import launching
 from jax_sparse_mla.serving.config import HyperConnections
-from jax_sparse_mla.serving.quantised import JoinedRows, Quantised, Weight, kernel_serves, multiplied_out, product
+from jax_sparse_mla.serving.quantised import (
+    JoinedRows,
+    Quantised,
+    Weight,
+    kernel_serves,
+    multiplied_out,
+    stored_product,
+)
 
 FEW_ROWS = 64  # whose product takes as long as reading the weight
 
@@ -28,7 +35,7 @@ def matmul(x: jax.Array, weight: Weight) -> jax.Array:
     if isinstance(weight, JoinedRows):
         return jnp.concatenate([matmul(x, part) for part in weight.parts], axis=-1)
     if x.shape[0] <= FEW_ROWS and kernel_serves(x, weight):
-        return product(_matmul, x, weight, dtype="float32")
+        return stored_product(_matmul, x, weight, dtype="float32")
     return _matmul(x, weight)
 
 

@@ -11,7 +11,7 @@ from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.launch.transforms import KernelCall
 from jax_sparse_mla.serving.config import MoE
 from jax_sparse_mla.serving.layers import linear, matmul, mlp, summed, swiglu
-from jax_sparse_mla.serving.quantised import Quantised, Weight, kernel_serves, multiplied_out, product
+from jax_sparse_mla.serving.quantised import Quantised, Weight, kernel_serves, multiplied_out, stored_product
 
 _DOTS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -136,7 +136,7 @@ def experts(
 def _times(x: jax.Array, weight: jax.Array | Quantised, expert: jax.Array) -> jax.Array:
     """Each row times the weight of its expert: x `[R, in]`, weight `[experts, out, in]`, expert `[R]` → `[R, out]`."""
     if kernel_serves(x, weight):
-        return product(_times_by_xla, x, weight, expert)
+        return stored_product(_times_by_xla, x, weight, expert)
     return _times_by_xla(x, weight, expert)
 
 
@@ -149,7 +149,7 @@ def _times_by_xla(x: jax.Array, weight: jax.Array | Quantised, expert: jax.Array
 def _ragged(x: jax.Array, weight: jax.Array | Quantised, sizes: jax.Array) -> jax.Array:
     """As `_times`, of rows sorted by expert; `sizes[e]` of them are expert e's."""
     if kernel_serves(x, weight):
-        return product(_ragged_by_xla, x, weight, sizes, sizes=True)
+        return stored_product(_ragged_by_xla, x, weight, sizes, sizes=True)
     if _hopper_serves(x, weight):
         return KernelCall(_ragged_on_hopper, _ragged_by_xla)(x, weight, sizes)
     return _ragged_by_xla(x, weight, sizes)
@@ -158,8 +158,8 @@ def _ragged(x: jax.Array, weight: jax.Array | Quantised, sizes: jax.Array) -> ja
 def _ragged_by_xla(x: jax.Array, weight: jax.Array | Quantised, sizes: jax.Array) -> jax.Array:
     """Float32 is not rounded to TF32. On GPUs XLA multiplies all rows by every expert, from a copy of the weights."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    weight, wide = multiplied_out(weight), jnp.float32
-    product = lax.ragged_dot_general(x, weight, sizes, _DOTS, precision=precision, preferred_element_type=wide)
+    arguments = x, multiplied_out(weight), sizes, _DOTS
+    product = lax.ragged_dot_general(*arguments, precision=precision, preferred_element_type=jnp.float32)
     return product.astype(x.dtype)
 
 

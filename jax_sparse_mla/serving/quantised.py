@@ -6,6 +6,7 @@ A product multiplies values by scales when it reads them, so the device holds wh
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import itertools
 import math
@@ -21,21 +22,26 @@ from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.kv_cache.quantize import bits_to_float32, e2m1_values, times_ue8m0
 from jax_sparse_mla.launch.dispatch import dispatch
 from jax_sparse_mla.launch.triton_call import launching
+from jax_sparse_mla.serving.config import WEIGHT_BLOCK
 
 
 class WeightFormat(enum.Enum):
-    """A format of values: how many one byte holds, and how many of a row have a scale."""
+    """A format: how many values a byte holds, and of how many rows and columns of a checkpoint's weight a scale is."""
 
-    FP4 = 2, 32  # e2m1, the even value in the low nibble
-    FP8 = 1, 128  # e4m3
+    FP4 = 2, 1, 32  # e2m1, the even value in the low nibble
+    FP8 = 1, *WEIGHT_BLOCK  # e4m3
 
     @property
     def per_byte(self) -> int:
         return self.value[0]
 
     @property
-    def group(self) -> int:
+    def rows(self) -> int:
         return self.value[1]
+
+    @property
+    def group(self) -> int:
+        return self.value[2]
 
 
 @pytree_dataclass
@@ -52,11 +58,10 @@ class Quantised:
 
     @classmethod
     def stored(cls, form: WeightFormat, values: np.ndarray, scales: np.ndarray, dtype: Any) -> Quantised:
-        """Of a checkpoint's bytes, and its scales for each 128 rows (FP8) or each row (FP4), on the device."""
-        rows = 128 if form is WeightFormat.FP8 else 1
-        whole = math.gcd(rows, values.shape[-2])  # a last block that is cut short divides the scales' rows
-        if whole < rows:
-            scales = np.repeat(scales, rows // whole, axis=-2)[..., : values.shape[-2] // whole, :]
+        """Of a checkpoint's bytes and scales, on the device."""
+        rows = math.gcd(form.rows, values.shape[-2])  # a last block that is cut short divides the scales' rows
+        if rows < form.rows:
+            scales = np.repeat(scales, form.rows // rows, axis=-2)[..., : values.shape[-2] // rows, :]
         return cls(format=form, dtype=np.dtype(dtype), values=jax.device_put(values), scales=jax.device_put(scales))
 
     @property
@@ -85,14 +90,13 @@ class Quantised:
         """The same weight, with a scale for so many rows, which divide those of now."""
         if rows == self.rows:
             return self
-        scales = jnp.repeat(self.scales, self.rows // rows, axis=-2)
-        return Quantised(format=self.format, dtype=self.dtype, values=self.values, scales=scales)
+        return dataclasses.replace(self, scales=jnp.repeat(self.scales, self.rows // rows, axis=-2))
 
     def part(self, start: int, stop: int) -> Quantised:
         """Rows from `start` to `stop` of `[out, in]`."""
         rows = math.gcd(self.rows, start, stop)
         scales = self.with_rows(rows).scales[start // rows : stop // rows]
-        return Quantised(format=self.format, dtype=self.dtype, values=self.values[start:stop], scales=scales)
+        return dataclasses.replace(self, values=self.values[start:stop], scales=scales)
 
     def divides(self, axis: int, count: int) -> bool:
         """Whether an axis can be cut in so many equal parts, with its scales."""
@@ -157,7 +161,7 @@ def kernel_serves(x: jax.Array, weight: Weight) -> bool:
     return fits and weight.shape[-1] % WeightFormat.FP8.group == 0 and x.shape[0] > 0
 
 
-def product(plain: Callable[..., jax.Array], x: jax.Array, weight: Quantised, *which: jax.Array, **static: Any):
+def stored_product(plain: Callable[..., jax.Array], x: jax.Array, weight: Quantised, *which: jax.Array, **static: Any):
     """`quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`."""
 
     def kernel(x: jax.Array, *others: Any) -> jax.Array:

@@ -135,5 +135,7 @@ def product(execute: Executor, x, values, scales, which=None, *, sizes: bool = F
     constants |= {"EXPERTS_BLOCK": triton.next_power_of_2(experts), "BM": of.bm, "BN": of.bn, "BK": of.bk}
     constants |= {"STAGES": of.stages, "HARDWARE_CASTS": execute.device.hardware_fp8, "num_warps": of.num_warps}
     grid = triton.cdiv(n, of.bn), tiles
-    launch = Launch(quantised_product_kernel, "quantised_product", grid, (rows,), (Output((rows, n), dtype),), constants)
+    launch = Launch(
+        quantised_product_kernel, "quantised_product", grid, (rows,), (Output((rows, n), dtype),), constants
+    )
     return execute(launch, (x, values, scales, which))[0]

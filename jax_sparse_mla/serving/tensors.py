@@ -149,11 +149,11 @@ def _random(seed: jax.Array, name: str, shape: Shape, dtype: Any, num_experts: i
 def _random_quantised(seed: jax.Array, name: str, shape: Shape, dtype: np.dtype, form: WeightFormat) -> Quantised:
     """Unit gain but for the rounding of the scale, one power of two for all."""
     seed = _mixed(seed ^ jnp.uint32(zlib.crc32(name.encode())))
+    rows = math.gcd(form.rows, shape[-2])
     if form is WeightFormat.FP4:  # of random codes, whose mean square is 68.5 / 8
         values, size = _hashed(seed, (*shape[:-1], shape[-1] // 2)).astype(jnp.uint8), (68.5 / 8) ** 0.5
-        rows = 1
     else:
-        size, rows = 64.0, math.gcd(128, shape[-2])
+        size = 64.0
         values = jax.lax.bitcast_convert_type((size * _unit_variance(seed, shape)).astype(jnp.float8_e4m3fn), jnp.uint8)
     exponent = round(math.log2(_distribution(name, shape)[1] / size))
     groups = *shape[:-2], shape[-2] // rows, -(-shape[-1] // form.group)
