@@ -23,16 +23,9 @@ pytestmark = pytest.mark.cpu
 # Doubles by a call of TVM FFI's own function, and solves by LAPACK, in a process that has traced neither.
 PROGRAM = """
 import sys
-import threading
 import jax, jax.numpy as jnp, numpy as np
 from pathlib import Path
-from jax_sparse_mla.launch import tvm
-from toy_model import ToyModel
-
-from jax_sparse_mla import ForwardMode
-from jax_sparse_mla.serving import engine, kept_programs
-from jax_sparse_mla.serving.request import Request
-from jax_sparse_mla.serving.scheduler import EngineOptions
+from jax_sparse_mla.serving import kept_programs
 import kept_calls
 
 path, devices = Path(sys.argv[1]), jax.devices()[:1]
