@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_calls import H200, check_decode, run_decode, small_decode
-from hopper_stub import library
 from layout_oracle import RECORDS
 
 from jax_sparse_mla.attention.backend import BACKENDS
@@ -18,6 +17,7 @@ from jax_sparse_mla.kv_cache import KVLayout, PagedKV, gather_kv, write_kv
 from jax_sparse_mla.launch import build
 
 torch = pytest.importorskip("torch")
+from hopper_stub import library
 from sparse_mla_torch import flash_mla
 from sparse_mla_torch.attention import decode, pages, route
 from sparse_mla_torch.bridge import to_jax, to_torch

@@ -11,6 +11,8 @@ import time
 
 import jax
 import pytest
+
+pytest.importorskip("torch")
 from hf_models import as_preset, random_model, small_v32_config
 
 from jax_sparse_mla.cli import endings, generate, main

@@ -44,6 +44,15 @@ def load(path):
     return module
 
 
+@pytest.mark.long
+def test_the_suite_is_collected_without_torch():
+    """Tests that need it are skipped, wherever their module imports it from."""
+    absent = "sys.modules |= dict.fromkeys(('torch', 'transformers', 'safetensors'))"
+    run = f"import sys; {absent}; import pytest; sys.exit(pytest.main(['-q', '-n0', '--collect-only', 'tests']))"
+    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "could not import 'torch'" in done.stdout, done.stdout[-2000:] + done.stderr
+
+
 def test_jax_example(capsys):
     out = load(ROOT / "examples" / "jax_decode.py").main()
     assert out.shape == (2, 64, 512) and out.dtype == jnp.bfloat16

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
 from safetensors.numpy import save_file
 from support.draft_layers import named_draft, new_draft_layer
+from support.hf_models import named_arrays
 from support.released_checkpoints import FP4_CONFIG, FP8_CONFIG, quantised, released_v4, without_quantised, write
 from support.serving_models import jax_model, torch_model
-from support.serving_steps import named_arrays
 
 from jax_sparse_mla.serving import Model, load
 from jax_sparse_mla.serving.checkpoint import from_named_arrays

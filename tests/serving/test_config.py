@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
 from support.hf_models import small_glm5_config
 from support.serving_models import config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding

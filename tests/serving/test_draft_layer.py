@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
 from support.draft_layers import Drafting
 from support.hf_models import random_tokens
 from support.serving_models import row_differences

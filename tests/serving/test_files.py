@@ -5,13 +5,14 @@ import os
 
 import numpy as np
 import pytest
-import safetensors
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+import safetensors
 from safetensors.numpy import load_file, save_file
+from support.hf_models import named_arrays
 from support.serving_models import config, jax_model, torch_model
-from support.serving_steps import named_arrays
 
 from jax_sparse_mla.cli import main
 from jax_sparse_mla.models import ModelSpec

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
-from support.hf_models import random_model, random_tokens, small_v4_config
+
+torch = pytest.importorskip("torch")
+from support.hf_models import named_arrays, random_model, random_tokens, small_v4_config, torch_logits
 from support.released_checkpoints import FP4_CONFIG, from_fp4, quantised, released_v4, to_fp4, without_quantised, write
 from support.serving_models import config, row_differences, torch_model
-from support.serving_steps import Steps, named_arrays, torch_logits
+from support.serving_steps import Steps
 from transformers import FineGrainedFP8Config
 from transformers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.quantizers import quantizer_finegrained_fp8

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
 from transformers.models.glm5_next import modeling_glm5_next as modeling
 
 from jax_sparse_mla import ForwardBatch, ForwardMode, ModelSpec, RequestTables, build_v32_metadata

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.hf_models import random_tokens
 from support.serving_steps import Steps, run
 
 from jax_sparse_mla import ForwardBatch, ForwardMode, RequestTables
@@ -68,7 +67,7 @@ def test_loops_compute_what_layers_one_after_the_other_do(name):
     model = small_model(name)
     params = model.init_params(0, jnp.float32)
     looped = model.looped(params)
-    requests = [random_tokens(2 * CHUNK - 40, 0), random_tokens(40, 1)]
+    requests = [np.random.default_rng(0).integers(0, 256, count).tolist() for count in (2 * CHUNK - 40, 40)]
     results = []
     for parameters in (params, looped):
         steps = Steps(model, parameters, num_requests=2)

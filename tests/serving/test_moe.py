@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from attention_calls import pretend_h200
+
+torch = pytest.importorskip("torch")
 from support.serving_models import jax_model, torch_model
 
 from jax_sparse_mla.serving.config import MoE

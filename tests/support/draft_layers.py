@@ -12,8 +12,7 @@ import re
 
 import numpy as np
 import torch
-from support.hf_models import random_model, small_glm5_config, small_v4_config, small_v32_config
-from support.serving_steps import named_arrays
+from support.hf_models import named_arrays, random_model, small_glm5_config, small_v4_config, small_v32_config
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32

@@ -7,9 +7,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import torch
-from serving_steps import named_arrays
 from sparse_mla_torch.eager.model import in_bfloat16
 from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
@@ -172,3 +172,20 @@ def snapshot(pool: RequestPool):
         pool.req_to_token.tolist(),
         pool.full_to_swa.tolist(),
     )
+
+
+def named_arrays(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    """A torch model's parameters and buffers as numpy arrays."""
+
+    def array(x):
+        if x.dtype == torch.bfloat16:
+            return x.detach().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return x.detach().cpu().numpy()
+
+    return {name: array(x) for name, x in module.state_dict().items()}
+
+
+@torch.no_grad()
+def torch_logits(module, tokens: list[int]) -> np.ndarray:
+    """float32 `[tokens, vocab]`, transformers' own."""
+    return module(torch.tensor([tokens])).logits[0].float().numpy()

@@ -7,14 +7,15 @@ import functools
 import numpy as np
 import torch
 from support.hf_models import (
+    named_arrays,
     random_model,
     random_tokens,
     small_glm5_config,
     small_glm53_config,
     small_v4_config,
     small_v32_config,
+    torch_logits,
 )
-from support.serving_steps import named_arrays, torch_logits
 
 from jax_sparse_mla.serving import Model, Params
 from jax_sparse_mla.serving.checkpoint import from_named_arrays

@@ -1,4 +1,4 @@
-"""Steps of a `serving.Model` over requests whose pages are given out beforehand; transformers' logits of the same."""
+"""Steps of a `serving.Model` over requests whose pages are given out beforehand."""
 
 from __future__ import annotations
 
@@ -6,25 +6,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
-import torch
 
 from jax_sparse_mla import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving import Model, StepInputs
 
 PAGES = 2  # of each request
-
-
-def named_arrays(module: torch.nn.Module) -> dict[str, np.ndarray]:
-    """A torch model's parameters and buffers as numpy arrays."""
-
-    def array(x):
-        if x.dtype == torch.bfloat16:
-            return x.detach().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return x.detach().cpu().numpy()
-
-    return {name: array(x) for name, x in module.state_dict().items()}
 
 
 @functools.partial(jax.jit, static_argnames=("model", "layers"), donate_argnums=2)
@@ -111,9 +98,3 @@ def prefill_and_decode(steps: Steps, requests: list[list[int]], new: int, chunk:
     for _ in range(new):
         serve(ForwardMode.DECODE, {row: [tokens[done[row]]] for row, tokens in enumerate(requests)}, len(requests))
     return [np.concatenate(rows) for rows in logits]
-
-
-@torch.no_grad()
-def torch_logits(module, tokens: list[int]) -> np.ndarray:
-    """float32 `[tokens, vocab]`, transformers' own."""
-    return module(torch.tensor([tokens])).logits[0].float().numpy()
