@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter fast enough for tests, and mends a mask of 3.9. For importing once.
+"""Makes Triton's interpreter fast enough for tests; mends a mask of 3.9 and a constant of 3.8. For importing once.
 
 For every call of a device function it looks through the whole language again to replace its builtins, which the
 kernel's launch has done; for every tensor it writes out the names of its types, which nobody reads, and it makes a
@@ -11,8 +11,10 @@ import os
 
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from triton.language.semantic import TritonSemantic
 
 _patch_language, _run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
+_tensor_of_any = TritonSemantic.to_tensor
 _numpy_dtype_of_any, _splat = interpreter._get_np_dtype, interpreter.InterpreterBuilder.create_splat
 # How the current launch has patched the language, by which of its modules; the first is the launch's own.
 _patched: dict[frozenset[str], interpreter._LangPatchScope] | None = None
@@ -96,7 +98,13 @@ def _spread(self, type, of):
     return _splat(self, type, interpreter.TensorHandle(of.data, type.scalar))
 
 
+def _to_tensor(self, x, check_type=True):
+    """The interpreter makes a constant of a constant less a tensor, and 3.8 takes only numbers for constants."""
+    return _tensor_of_any(self, x.value if isinstance(x, tl.constexpr) else x, check_type)
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
+    TritonSemantic.to_tensor = _to_tensor
     interpreter.InterpreterBuilder.create_splat = _spread
     interpreter._patch_lang = _patch_language_once
     interpreter.GridExecutor.__call__ = _run_grid_patched_once
