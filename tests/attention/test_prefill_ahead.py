@@ -79,6 +79,10 @@ def text_of(function, *shapes, ahead=True) -> str:
         return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def is_xlas_own(text: str) -> bool:
+    return "mosaic_gpu" in text and "jax_sparse_mla.kernel" not in text
+
+
 def test_only_what_an_engine_has_begun_is_compiled_ahead(begun):
     """The name of its call means something to this process alone: others export XLA's own."""
     q, kv, indices, *_ = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments())
@@ -87,16 +91,15 @@ def test_only_what_an_engine_has_begun_is_compiled_ahead(begun):
         return hopper.prefill(q, jnp.zeros(kv.shape, kv.dtype), jnp.zeros(indices.shape, jnp.int32), None, None,
                               softmax_scale=0.5)  # fmt: skip
 
-    before = text_of(attend, q)
-    assert "mosaic_gpu" in before and "jax_sparse_mla.kernel" not in before and not begun
+    assert is_xlas_own(text_of(attend, q)) and not begun
     alone.begin(64, 512)
-    assert text_of(attend, q) == before and not begun, "another kernel's heads"
+    assert is_xlas_own(text_of(attend, q)) and not begun, "another kernel's heads"
     alone.begin(16, 512)
     text = text_of(lambda q: attend(q), q)
     assert "jax_sparse_mla.kernel" in text and "mosaic_gpu" not in text and begun == ["16x512"]
-    assert text_of(attend, q, ahead=False) == before, "a program of whoever has an engine in the same process"
+    assert is_xlas_own(text_of(attend, q, ahead=False)), "a program of whoever has an engine in the same process"
     batched = text_of(jax.vmap(attend), jax.ShapeDtypeStruct((2, *q.shape), q.dtype))
-    assert "mosaic_gpu" in batched and "jax_sparse_mla.kernel" not in batched, "XLA's own has a batching rule"
+    assert is_xlas_own(batched), "it has a batching rule"
 
 
 def test_the_public_call_has_it(begun, monkeypatch):
