@@ -243,7 +243,7 @@ def indexer_cases(capability):
             yield name, plan.kernel, pointers, plan.constants | fp8 | {"FILL": True}
         plan = indexer.plan_logits(rows, 32, 2048, 64, 132, run=8, fp4=True)
         pointers = types(plan.kernel, q_ptr="*bf16", out_ptr="*fp32")
-        yield f"logits of runs {rows}", plan.kernel, pointers, plan.constants | fp8 | {"FILL": False}
+        yield f"logits of FP4 keys in runs {rows}", plan.kernel, pointers, plan.constants | fp8 | {"FILL": False}
     yield from recorded(capability, "64", candidate_kernels, 64)
     for hadamard in (False, True):
         yield from recorded(capability, f"fp4 {hadamard}", fp4_quantisers, hadamard)
