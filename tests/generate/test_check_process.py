@@ -48,7 +48,7 @@ def test_the_command_imports_no_torch_and_the_process_no_jax():
 
 def test_the_process_leaves_out_imports():
     """A model runs without the rest, and torch's compiler is whole for whoever asks for it."""
-    left_out = "scipy", "sympy", "torch._inductor", "torch._dynamo.eval_frame", "torch.distributed.tensor"
+    left_out = "scipy", "torch._inductor", "torch._dynamo.eval_frame", "torch.distributed.tensor"
     code = f"""if True:
         import sys
         from sparse_mla_torch.eager.imports import import_eager

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
-from support.hf_models import random_model, small_v4_config
+
+torch = pytest.importorskip("torch")
+from support.hf_models import named_arrays, random_model, small_v4_config
 from support.released_checkpoints import (
     FP4_CONFIG,
     FP8_CONFIG,
@@ -23,7 +24,6 @@ from support.released_checkpoints import (
     write,
 )
 from support.serving_models import torch_model
-from support.serving_steps import named_arrays
 
 from jax_sparse_mla.serving import Model, load
 from jax_sparse_mla.serving.engine import Engine
