@@ -151,12 +151,15 @@ def export_request(engine: Engine, request: Request, path: str | os.PathLike) ->
     Call it between steps, as `Engine.run`'s `on_step` does. The engine continues the request as before.
 
     Raises:
-      ValueError: the request is not being served, or nothing of it is cached yet; a model without a file format.
+      ValueError: the request is not being served, or nothing of it is cached yet; it has parameters of a hook on logits
+        (`adjust`); a model without a file format.
     """
     _check_model("export_request", engine)
     engine.wait()  # all tokens but the last are cached, and the host must know which one that is
     if request.row is None or not request.computed:
         raise ValueError("export_request: the request must be in service, with tokens cached")
+    if request.adjust:
+        raise ValueError("export_request: the file has no place for what a request's adjust has counted")
     place = _place(engine, request)
     tensors = {"tokens": torch.tensor(request.tokens, dtype=torch.int32)}
     for i in range(len(engine.model.ratios)):

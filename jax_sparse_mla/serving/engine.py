@@ -19,13 +19,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_sparse_mla import activity
-from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
+from jax_sparse_mla.metadata import ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import kept_programs
 from jax_sparse_mla.serving.memory import check_memory, device_memory, size_of
 from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.native import begin_to_load
-from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.plan import TracedStep
+from jax_sparse_mla.serving.request import CallbackError, Logprob, Request
 from jax_sparse_mla.serving.sampling import Choice
 from jax_sparse_mla.serving.scheduler import (
     GATHERED,
@@ -36,7 +37,19 @@ from jax_sparse_mla.serving.scheduler import (
     power_of_two,
     prefill_backend,
 )
-from jax_sparse_mla.serving.step import Program, Result, State, copy_states, new_state, pack, run_step, unpack_result
+from jax_sparse_mla.serving.step import (
+    Program,
+    Result,
+    State,
+    changes_ahead,
+    copy_states,
+    empty_caches,
+    empty_state,
+    map_pages,
+    pack,
+    run_step,
+    unpack_result,
+)
 
 # Steps that are started before the tokens of one are read. With one, a GPU waits whenever the host is late by as little
 # as a step takes; a request that ends by a token of its own has so many steps more, whose results are dropped.
@@ -47,37 +60,7 @@ SMALLEST_CHUNK = 16
 DROPPED = "a step of the engine was interrupted or failed, and all of its requests were dropped"
 
 _copy_states = jax.jit(copy_states, donate_argnums=0)
-
-
-@dataclasses.dataclass
-class TracedStep:
-    """A step that ran, for comparisons."""
-
-    plan: StepPlan
-    batch: ForwardBatch
-    tables: RequestTables  # as they were then
-    requests: np.ndarray  # `[n]`, `id(request)` of each real row
-    positions: np.ndarray  # int32 `[n]`
-    # Each layer's attention input `[T, hidden]`, and the selected positions int32 `[T, k]` or None.
-    layers: list[tuple[jax.Array, jax.Array | None]] = dataclasses.field(default_factory=list)
-    logits: jax.Array | None = None  # float32 `[requests · (drafts + 1), vocab]`, from which tokens were chosen
-
-    def hidden(self, layer: int) -> np.ndarray:
-        """float32 `[n, hidden]`."""
-        return np.asarray(self.layers[layer][0])[: len(self.positions)].astype(np.float32)
-
-    def selected(self, layer: int) -> np.ndarray | None:
-        """int32 `[n, k]`, in a layer that selects."""
-        selected = self.layers[layer][1]
-        return None if selected is None else np.asarray(selected)[: len(self.positions)]
-
-    def chosen(self) -> list[tuple[int, np.ndarray]]:
-        """`id(request)` and logits float32 `[vocab]` of each token that a step of plain decoding chose."""
-        return [
-            (id(request), row)
-            for request, row, samples in zip(self.plan.requests, np.asarray(self.logits), self.plan.samples)
-            if samples
-        ]
+_map_pages = jax.jit(map_pages, donate_argnums=0, static_argnums=2)
 
 
 class Engine:
@@ -85,7 +68,7 @@ class Engine:
 
     `submit` and `step` are for a server's loop, `run` serves a list. They are not thread-safe: a server calls them from
     one thread. An exception within a step, KeyboardInterrupt included, drops all requests; the engine can go on with
-    others then. What a callback raises, `on_token` or `on_step`, is none.
+    others then. What a request's callback raises is none: `step` raises `request.CallbackError` from it.
 
     Args:
       model, params, options: the served model; see `EngineOptions`.
@@ -170,9 +153,8 @@ class Engine:
         """Reads the tokens of all steps that run."""
         self._refuse_within("wait", Engine._whole)
         while self._unread:
-            _, error = self._whole(self._read)
-            if error is not None:
-                raise error
+            self._whole(self._read)
+            self._raise_of_callbacks()
 
     def with_options(self, **changes: Any) -> Engine:
         """An engine of the same model with other options."""
@@ -198,27 +180,11 @@ class Engine:
         return jax.device_put((self._new_state(params), params), device)
 
     def _new_state(self, params: Params) -> State:
-        options, pool, draft = self.options, self.scheduler.pool, None
-        if options.speculative_steps:
-            draft = self.model.new_draft(
-                params,
-                max_requests=options.max_batch,
-                num_pages=pool.num_pages,
-                num_swa_pages=pool.num_swa_pages,
-                bf16=options.bf16_cache,
-            )
-        return new_state(self.new_caches(), draft, pool)
+        return empty_state(self.model, params, self.options, self.scheduler.pool)
 
     def new_caches(self) -> Caches:
         """Empty caches for the engine's pages and requests."""
-        options, pool = self.options, self.scheduler.pool
-        return self.model.new_caches(
-            num_pages=pool.num_pages,
-            num_swa_pages=pool.num_swa_pages,
-            max_requests=options.max_batch + (options.reuse_points if self.spec.windowed else 0),
-            max_draft_tokens=options.speculative_steps + 1 if options.speculative_steps else 0,
-            bf16=options.bf16_cache,
-        )
+        return empty_caches(self.model, self.options, self.scheduler.pool)
 
     # Requests.
 
@@ -270,8 +236,9 @@ class Engine:
 
         Returns the step whose tokens were read, None if none was.
 
-        What an `on_token` raises is raised here when all tokens of the step have been taken; its request is cancelled,
-        and the others go on. Any other exception, an interrupt at any place or a step that fails on the device, drops
+        What callbacks raise comes from here when all tokens of the step have been taken: the first as the cause of a
+        CallbackError, or as it is where it is no Exception. The request of an `on_token` is cancelled then, and all
+        others go on. Any other exception, an interrupt at any place or a step that fails on the device, drops
         all requests and says so in their `error`. Their pages are free then, and the engine serves others.
 
         Raises:
@@ -280,12 +247,17 @@ class Engine:
         if self._in_step:
             self._refuse_within("step", Engine._whole)
         self._mend()
-        plan, error = self._whole(self._step)
-        if error is not None:
-            raise error
+        plan = self._whole(self._step)
+        self._raise_of_callbacks()
         return plan
 
-    def _whole(self, part: Callable[[], tuple[StepPlan | None, BaseException | None]]):
+    def _raise_of_callbacks(self) -> None:
+        if isinstance(raised := self.scheduler.raised(), Exception):
+            raise CallbackError(f"a request's callback raised {type(raised).__name__}: {raised}") from raised
+        if raised is not None:
+            raise raised
+
+    def _whole(self, part: Callable[[], StepPlan | None]) -> StepPlan | None:
         """Runs a part of a step. Where it is left in its middle, nothing of it is kept."""
         try:
             self._in_step = True
@@ -325,8 +297,8 @@ class Engine:
             self.state, self.params = self._place(self.params)
         self._in_step = self._in_abort = False
 
-    def _step(self) -> tuple[StepPlan | None, BaseException | None]:
-        """The step that was read, and what a callback raised."""
+    def _step(self) -> StepPlan | None:
+        """Returns the step that was read."""
         # It has decoded plainly until now, or the host must know how many drafts were accepted.
         if self._unread and (self.drafts or self._unread[-1][0].drafts):
             return self._read()
@@ -339,7 +311,7 @@ class Engine:
             self._start(plan, key)
         # Where it drafts, the next round begins where this one ends: the host must know first.
         running = STEPS_AHEAD if plan is not None and not (self.drafts or plan.drafts) else 0
-        return self._read() if len(self._unread) > running else (None, None)
+        return self._read() if len(self._unread) > running else None
 
     @property
     def idle(self) -> bool:
@@ -356,7 +328,7 @@ class Engine:
 
     def _start(self, plan: StepPlan, key: tuple) -> None:
         if plan.restored:
-            self._copy_states(plan.restored)
+            self.copy_states(plan.restored)
         if key not in self._programs:
             start = time.perf_counter()
             kind = "prefill" if plan.mode is ForwardMode.EXTEND else plan.mode.value
@@ -366,6 +338,8 @@ class Engine:
             plan.compile_seconds = time.perf_counter() - start
             self.compile_seconds += plan.compile_seconds
         program, call = self._programs[key]
+        if len(plan.mapped) > program.num_changes:
+            self._map_ahead(plan, program.num_changes)
         with jax.transfer_guard("allow"):  # `device_put` of the array would cost the host as much as the call
             if (packed := self._counted_on(program, plan)) is None:
                 packed = self._pack(program, plan)
@@ -378,7 +352,7 @@ class Engine:
         self._latest = program, plan, following
         self._unread.append((plan, program, result, selected))
         if plan.kept:
-            self._copy_states(plan.kept)
+            self.copy_states(plan.kept)
         if self.options.trace:
             self.trace[-1].layers, self.trace[-1].logits = layers, logits
 
@@ -402,8 +376,8 @@ class Engine:
             positions=plan.positions(),
         )
 
-    def _read(self) -> tuple[StepPlan, BaseException | None]:
-        """Waits for the oldest step that runs, and takes its tokens. Returns it, and what a callback raised."""
+    def _read(self) -> StepPlan:
+        """Waits for the oldest step that runs, takes its tokens, and returns it."""
         plan, program, packed, selected = self._unread.popleft()
         with jax.transfer_guard("allow"):
             packed = np.asarray(packed)
@@ -417,11 +391,12 @@ class Engine:
         ends = (result.accepted + 1).tolist()
         tokens = [row[:end] for row, end in zip(result.tokens.tolist(), ends)]
         margins = [row[:end] for row, end in zip(result.margins.tolist(), ends)]
-        _, error = self.scheduler.take(plan, tokens, margins)
+        logprobs = None if result.logprobs is None else _logprobs(plan, result, ends)
+        self.scheduler.take(plan, tokens, margins, logprobs)
         if plan.mode is ForwardMode.TARGET_VERIFY:
             kept = (len(request.output) - start - 1 for request, start in zip(plan.requests, before))
             self.accepted.update(count for count in kept if count >= 0)
-        return plan, error
+        return plan
 
     def _unpack(self, program: Program, plan: StepPlan, packed: np.ndarray) -> Result:
         return unpack_result(program, packed)
@@ -431,19 +406,36 @@ class Engine:
             return None
         return np.array([[self.propose(r, i) for i in range(plan.drafts)] for r in plan.requests], np.int32)
 
-    def _copy_states(self, pairs: list[tuple[int, int]]) -> None:
+    def copy_states(self, pairs: list[tuple[int, int]]) -> None:
         caches = self.state.caches
         for pair in pairs:  # one at a time: their number would select a compilation
             caches = _copy_states(caches, jax.device_put(np.array([pair], np.int32)))
         self.state = dataclasses.replace(self.state, caches=caches)
 
+    def _map_ahead(self, plan: StepPlan, room: int) -> None:
+        """Maps pages of a step that its array has no room for."""
+        for changes in changes_ahead(plan, room, self.options.max_batch):
+            self.map_pages(changes)
+
+    def map_pages(self, *of_shares: np.ndarray) -> None:
+        """Maps pages before a step: int32 `[PAGES_AHEAD, 4]` of each share, padded with rows past the last."""
+        tables = _map_pages(self.state.tables, jax.device_put(*of_shares), self.spec.page_size)
+        self.state = dataclasses.replace(self.state, tables=tables)
+
     # Programs.
+
+    def compile(self, keys: Iterable[tuple], threads: int = 1) -> None:
+        """Compiles programs before a step needs them, in so many threads; each by its key, see `_bucket`."""
+        keys = [key for key in keys if key not in self._programs]
+        with ThreadPoolExecutor(threads) as compilers:
+            self._programs.update(zip(keys, compilers.map(lambda key: self._compile(*key), keys)))
 
     def _bucket(self, plan: StepPlan) -> tuple:
         """(mode, requests, rows, max_seq_len, changes, choice, replays, return_selected) of a step's program."""
         options, page = self.options, self.spec.page_size
         drawn = [request.sampling.top_p for request in plan.requests if request.sampling.temperature > 0]
         choice = Choice.GREEDY if not drawn else Choice.DRAW if min(drawn) >= 1 else Choice.TOP_P
+        choice = Choice.ALL if any(request.asks_more for request in plan.requests) else choice
         choice = Choice.TOP_P if options.batch_invariant else choice  # who else is served selects no program
         if plan.mode is ForwardMode.EXTEND:
             least = options.chunk_size if options.batch_invariant else SMALLEST_CHUNK
@@ -454,8 +446,6 @@ class Engine:
             least = options.max_batch if options.batch_invariant else 1
             requests = min(max(least, power_of_two(len(plan.requests))), options.max_batch)
             rows, changes = requests * (plan.drafts + 1), requests * (1 + -(-plan.drafts // page))
-        if len(plan.mapped) > changes:  # a long prefix that is reused
-            changes = power_of_two(len(plan.mapped))
         return plan.mode, requests, rows, plan.max_seq_len, changes, choice, plan.replays, plan.returns_selected
 
     def _decoding(self, plan: StepPlan) -> tuple | None:
@@ -492,6 +482,7 @@ class Engine:
             drafts=rows // requests - 1 if mode is ForwardMode.TARGET_VERIFY else 0,
             draft_layer=self.state.draft is not None and mode is not ForwardMode.DECODE,
             choice=choice,
+            hook=self.options.logits_hook if choice is Choice.ALL else None,
             gathered=self.prefill_backend == GATHERED,
             backend=self.options.backend,
             batch_invariant=self.options.batch_invariant,
@@ -522,6 +513,12 @@ class Engine:
 
     def _jitted(self, program: Program) -> Any:
         return jax.jit(functools.partial(run_step, program), donate_argnums=1)
+
+
+def _logprobs(plan: StepPlan, result: Result, ends: list[int]) -> list[list[Logprob]]:
+    """Those of the tokens that a step's requests take, where they ask for them."""
+    asked = [request.top_logprobs is not None for request in plan.requests]
+    return [[result.logprobs_of(i, j) if asked[i] else None for j in range(ends[i])] for i in range(len(asked))]
 
 
 def _replayed(plan: StepPlan, num_rows: int) -> np.ndarray:

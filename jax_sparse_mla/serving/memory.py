@@ -27,6 +27,18 @@ def device_memory() -> int:
     return stats.get("bytes_limit") or host_memory()
 
 
+def free_memory() -> int:
+    """As `device_memory`, less what is in use now; of a host at most what its system says is available."""
+    if "bytes_limit" in (jax.local_devices()[0].memory_stats() or {}):
+        every = [device.memory_stats() for device in jax.local_devices()]
+        return min(stats["bytes_limit"] - stats["bytes_in_use"] for stats in every)
+    free = host_memory()
+    with contextlib.suppress(OSError):
+        words = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
+        free = min([free, *(1024 * int(count) for name, count, *_ in words if name == "MemAvailable:")])
+    return free
+
+
 class NotEnoughMemory(ValueError):
     """Arrays do not fit the device, or the host."""
 

@@ -19,15 +19,28 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla.layers import V4LayerParams
+from jax_sparse_mla.metadata import RequestTables
 from jax_sparse_mla.serving.checkpoint import init_params
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.memory import bytes_of_a_device, check_memory, size_of
 from jax_sparse_mla.serving.model import Caches, Model, Params
 from jax_sparse_mla.serving.params import LayerWeights
 from jax_sparse_mla.serving.quantised import JoinedRows, Quantised, join_rows, multiplied_out
-from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.request import Logprob, Request
+from jax_sparse_mla.serving.sampling import Choice
 from jax_sparse_mla.serving.scheduler import Counters, EngineOptions, Scheduler, StepPlan
-from jax_sparse_mla.serving.step import Program, Result, State, copy_states, run_step, unpack_result
+from jax_sparse_mla.serving.step import (
+    PAGES_AHEAD,
+    Program,
+    Result,
+    State,
+    changes_ahead,
+    copy_states,
+    map_pages,
+    no_changes,
+    run_step,
+    unpack_result,
+)
 
 # The axes of the mesh.
 REQUESTS, HEADS = "data", "model"
@@ -277,19 +290,25 @@ class Schedulers:
     complete = Scheduler.complete
 
     def take(
-        self, plan: JointPlan, tokens: Sequence[Sequence[int]], margins: Sequence[Sequence[float]]
-    ) -> tuple[list[Request], BaseException | None]:
-        """What an `on_token` of one share raised keeps the others from no token."""
-        finished, start, failed = [], 0, None
+        self,
+        plan: JointPlan,
+        tokens: Sequence[Sequence[int]],
+        margins: Sequence[Sequence[float]],
+        logprobs: Sequence[Sequence[Logprob]] | None = None,
+    ) -> list[Request]:
+        """What a callback of one share raised keeps the others from no token."""
+        finished, start = [], 0
         for share, part in zip(self.shares, plan.parts):
             if part is None:
                 continue
-            end = start + len(part.requests)
-            of_share, error = share.take(part, tokens[start:end], margins[start:end])
-            finished += of_share
-            failed = failed or error
-            start = end
-        return finished, failed
+            own = slice(start, start + len(part.requests))
+            finished += share.take(part, tokens[own], margins[own], logprobs and logprobs[own])
+            start = own.stop
+        return finished
+
+    def raised(self) -> BaseException | None:
+        """As `Scheduler.raised`."""
+        return next((raised for raised in [share.raised() for share in self.shares] if raised is not None), None)
 
 
 class MeshEngine(Engine):
@@ -343,6 +362,7 @@ class MeshEngine(Engine):
             margins=joined("margins"),
             accepted=joined("accepted"),
             overflow=any(result.overflow for result, _ in results),
+            logprobs=joined("logprobs") if program.choice is Choice.ALL else None,
         )
 
     def _bucket(self, plan: JointPlan) -> tuple:
@@ -365,12 +385,30 @@ class MeshEngine(Engine):
 
         return jax.jit(on_all, donate_argnums=1)
 
-    def _copy_states(self, pairs: list[tuple[tuple[int, int], ...]]) -> None:
+    def _map_ahead(self, plan: JointPlan, room: int) -> None:
+        rows = self.options.max_batch
+        of_shares = [changes_ahead(part, room, rows) if part else () for part in plan.parts]
+        for changes in zip_longest(*of_shares, fillvalue=no_changes(PAGES_AHEAD, rows)):
+            self.map_pages(*changes)
+
+    def map_pages(self, *of_shares: np.ndarray) -> None:
+        changes = jax.device_put(np.concatenate(of_shares), NamedSharding(self.mesh, P(REQUESTS)))
+        tables = _map_on_all(self.state.tables, changes, mesh=self.mesh, size=self.spec.page_size)
+        self.state = dataclasses.replace(self.state, tables=tables)
+
+    def copy_states(self, pairs: list[tuple[tuple[int, int], ...]]) -> None:
         caches, sharding = self.state.caches, NamedSharding(self.mesh, P(REQUESTS))
         for of_shares in pairs:
             of_shares = jax.device_put(np.array(of_shares, np.int32), sharding)
             caches = _copy_on_all(caches, of_shares, mesh=self.mesh)
         self.state = dataclasses.replace(self.state, caches=caches)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames=("mesh", "size"))
+def _map_on_all(tables: RequestTables, changes: jax.Array, *, mesh: Mesh, size: int) -> RequestTables:
+    """changes int32 `[shares * PAGES_AHEAD, 4]`."""
+    one = functools.partial(map_pages, size=size)
+    return jax.shard_map(one, mesh=mesh, in_specs=P(REQUESTS), out_specs=P(REQUESTS))(tables, changes)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="mesh")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from jax_sparse_mla.serving.sampling import LogitsHook
 
 # A round is one program, in which drafts are made one behind the other: many take minutes and gigabytes to compile.
 MAX_DRAFTS = 32
@@ -28,9 +32,10 @@ class EngineOptions:
       backend: the attention backend's name; None takes the router's choice for each call.
       num_pages: pages of the full pool; None has enough for `max_batch` requests of `max_len`.
       reuse_points: prefix reuse, 0 is off: with a window the number of states that are kept, else any number is on.
+      logits_hook: changes logits as requests ask by `Request.adjust`; its program runs only in steps of such requests.
       batch_invariant: a request's tokens and logits do not depend, to the bit, on who else is served. Every step is
         padded to the largest, and a step reads one prompt. Nothing may be preempted or reused: `num_pages` must be None
-        and `reuse_points` 0.
+        and `reuse_points` 0. Requests that ask for `logprobs` or a hook, which run another program, are refused.
 
     Raises:
       TypeError: a count that is no integer. ValueError: an unknown prefill backend, or a count below its least.
@@ -47,6 +52,7 @@ class EngineOptions:
     backend: str | None = None
     num_pages: int | None = None
     reuse_points: int = 0
+    logits_hook: LogitsHook | None = None
     batch_invariant: bool = False
 
     def __post_init__(self):

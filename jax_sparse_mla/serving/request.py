@@ -53,6 +53,27 @@ def _integers(name: str, values: Iterable[int]) -> list[int]:
 
 GREEDY = Sampling()
 
+# How a request can end: by one of its end tokens, with `max_new_tokens`, by `cancel`, by `Engine.abort`, with `error`.
+STOP, LENGTH, CANCELLED, ABORTED, FAILED = ENDS = ("stop", "length", "cancelled", "aborted", "failed")
+MOST_LOGPROBS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """The log-probability of a token by the model's own logits, before `adjust`, temperature and top_p.
+
+    Attributes:
+      value: of the token that was chosen.
+      top: (token, log-probability) of the most likely ones, in order.
+    """
+
+    value: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class CallbackError(RuntimeError):
+    """What a request's `on_token` or `on_end` raised, its `__cause__`: the engine goes on with the other requests."""
+
 
 @dataclasses.dataclass(eq=False)
 class Request:
@@ -72,12 +93,18 @@ class Request:
       replay: int32 `[layers that select, n, k]`, the positions to attend to at its first n tokens instead of selecting:
         the `selected` of an earlier run; it becomes an array.
       forced: tokens that it takes instead of its own choices, for comparisons; choices follow when they are used up.
+      top_logprobs: asks for `logprobs`, with so many of the most likely tokens, at most `MOST_LOGPROBS`; None: none.
+      logprobs: for each output token its `Logprob`, where they are asked for.
+      adjust: parameters of the engine's `logits_hook`; none leaves the logits as they are.
       on_token: called with the request and each token as it is read.
+      on_end: called with the request once it has ended, however it did; `ended` says how.
+      ended: how it ended, one of ENDS; None before.
       cancelled: set by `cancel`; the engine then drops the request before its next step.
       error: why the engine ended the request before its time: its logits were not finite, or a step failed. None else.
 
     Raises:
       TypeError: tokens that are not sequences of integers, `max_new_tokens` that is no integer, no Sampling.
+      ValueError: `top_logprobs` out of its range.
     """
 
     prompt: list[int]
@@ -91,9 +118,14 @@ class Request:
     forced: tuple[int, ...] = ()
     return_selected: bool = False
     replay: np.ndarray | None = None
+    top_logprobs: int | None = None
+    logprobs: list[Logprob] = dataclasses.field(default_factory=list, init=False)
+    adjust: tuple[float, ...] = ()
     on_token: Callable[[Request, int], None] | None = None
+    on_end: Callable[[Request], None] | None = None
     cancelled: bool = False
     error: str | None = None
+    ended: str | None = dataclasses.field(default=None, init=False)
     # The engine's own.
     _selected: list[np.ndarray] = dataclasses.field(default_factory=list, init=False, repr=False)
     attended: int = dataclasses.field(default=0, init=False, repr=False)  # tokens whose positions are known
@@ -111,6 +143,9 @@ class Request:
         self.forced = tuple(_integers("Request: forced", self.forced))
         if not isinstance(self.sampling, Sampling):
             raise TypeError(f"Request: sampling must be a Sampling, got {type(self.sampling).__name__}")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MOST_LOGPROBS:
+            raise ValueError(f"Request: top_logprobs must be from 0 to {MOST_LOGPROBS}, got {self.top_logprobs}")
+        self.adjust = tuple(map(float, self.adjust))
         if self.replay is not None:
             self.replay = np.asarray(self.replay)
             if self.replay.dtype != np.int32 or self.replay.ndim != 3:
@@ -162,20 +197,29 @@ class Request:
             return True
         return bool(self.eos_token_ids) and bool(self.output) and self.output[-1] in self.eos_token_ids
 
+    @property
+    def asks_more(self) -> bool:
+        """Whether the choice of its tokens takes more than `sampling`."""
+        return self.top_logprobs is not None or bool(self.adjust)
+
+    def end(self, how: str) -> None:
+        """Says once how it ended, and calls `on_end`."""
+        if self.ended is None:
+            self.ended = how
+            if self.on_end is not None:
+                self.on_end(self)
+
     def cancel(self) -> None:
         """Asks the engine to drop the request before its next step; the output so far stays."""
         self.cancelled = True
 
-    def append(self, token: int, margin: float) -> None:
-        """Takes the next token, or the forced one in its place, and calls `on_token` with it."""
-        self.take(token, margin)
-        self.tell()
-
-    def take(self, token: int, margin: float) -> None:
-        """As `append`, but calls nobody."""
+    def take(self, token: int, margin: float, logprob: Logprob | None = None) -> None:
+        """Takes the next token, or the forced one in its place."""
         if len(self.output) < len(self.forced):
             token = self.forced[len(self.output)]
         self.margins.append(margin)
+        if logprob is not None and self.top_logprobs is not None:
+            self.logprobs.append(dataclasses.replace(logprob, top=logprob.top[: self.top_logprobs]))
         self.output.append(token)
 
     def tell(self) -> None:

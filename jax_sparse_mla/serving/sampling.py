@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_sparse_mla._pytree import pytree_dataclass
 
@@ -16,6 +18,35 @@ class Choice(enum.IntEnum):
     GREEDY = 0  # the most likely tokens
     DRAW = 1  # of the whole vocabulary, for requests that have a temperature
     TOP_P = 2  # of what `top_p` leaves, which takes a sort of the vocabulary
+    ALL = 3  # as TOP_P, from logits that a hook may have changed; log-probabilities are returned too
+
+
+@pytree_dataclass
+class Adjusting:
+    """What a `LogitsHook` knows of B rows of logits.
+
+    Attributes:
+      parameters: float32 `[B, size]`, each request's `Request.adjust`; zeros of one that has none.
+      counts: int32 `[B, vocab]`, how often each token stands in the request's output so far.
+      temperature: float32 `[B]`.
+    """
+
+    parameters: jax.Array
+    counts: jax.Array
+    temperature: jax.Array
+
+
+class LogitsHook(Protocol):
+    """Changes logits before a token is chosen, as a part of the step's program: `EngineOptions.logits_hook`.
+
+    A call takes logits float32 `[B, vocab]` and Adjusting, and returns logits of the same shape; −inf forbids a token.
+    Where a request's parameters are zeros, its logits must stay as they are. `size` is the number of parameters of a
+    request. It must be hashable. Compiled programs are kept by its `repr`: hooks that differ must not have the same.
+    """
+
+    size: int
+
+    def __call__(self, logits: jax.Array, adjusting: Adjusting) -> jax.Array: ...
 
 
 @pytree_dataclass
@@ -77,3 +108,11 @@ def _lowest_kept(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     kept = (before < top_p).at[:, 0].set(True)
     lowest = jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True)
     return jnp.where(top_p < 1, lowest, -jnp.inf)
+
+
+def log_probabilities(logits: jax.Array, tokens: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of logits float32 `[B, vocab]` and tokens int32 `[B]`: log-probabilities of the tokens float32 `[B]`, the `count`
+    most likely tokens int32 `[B, count]`, and their log-probabilities; fewer where the vocabulary has fewer."""
+    every = jax.nn.log_softmax(logits, -1)
+    values, top = lax.top_k(every, min(count, logits.shape[-1]))
+    return jnp.take_along_axis(every, tokens[:, None], 1)[:, 0], top.astype(jnp.int32), values

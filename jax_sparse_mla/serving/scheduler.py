@@ -14,18 +14,18 @@ import collections
 import dataclasses
 import logging
 import math
-import operator
 from collections.abc import Sequence
 
 import numpy as np
 
 from jax_sparse_mla.layers import gathers
-from jax_sparse_mla.metadata import ForwardBatch, ForwardMode
+from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving.options import GATHERED, PAGED, EngineOptions
 from jax_sparse_mla.serving.pages import OutOfPages, RequestPool
+from jax_sparse_mla.serving.plan import StepPlan
 from jax_sparse_mla.serving.prefix import Match, PrefixCache, page_digests
-from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.request import ABORTED, CANCELLED, FAILED, LENGTH, STOP, Logprob, Request
 
 # The smallest width of a step's page tables, in tokens; wider ones are powers of two.
 SMALLEST_BUCKET = 4096
@@ -34,76 +34,6 @@ SMALLEST_BUCKET = 4096
 NOT_FINITE = "the model's logits are not finite: a weight or a cached key is NaN or too large"
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class StepPlan:
-    """A step: `counts[i]` positions of `requests[i]`, from `starts[i]` on."""
-
-    mode: ForwardMode  # EXTEND, DECODE or TARGET_VERIFY
-    requests: list[Request]  # n, in the order of the batch
-    rows: np.ndarray  # int32 `[n]`, as starts and counts
-    starts: np.ndarray
-    counts: np.ndarray
-    tokens: np.ndarray  # int32 `[tokens]`; −1 where the host has not read the token. Drafts of TARGET_VERIFY are 0
-    samples: np.ndarray  # bool `[n]`, whether the request's last row chooses a token
-    max_seq_len: int  # the bucket
-    mapped: np.ndarray  # int32 `[m, 4]`, pages that tables on a device lack; see `RequestPool.take_changes`
-    # (from, to) rows of carried states to copy before and after the step.
-    restored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    kept: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    replays: bool = False  # whether all rows attend to positions that are known; else none does
-    # The engine's measurements: compiling before the step; the host's clock at its start, and when its tokens arrived.
-    compile_seconds: float = 0.0
-    started: float = 0.0
-    arrived: float = 0.0
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.counts.sum())
-
-    @property
-    def returns_selected(self) -> bool:
-        """Whether the host takes what a row attends to."""
-        return not self.replays and any(request.return_selected for request in self.requests)
-
-    @property
-    def drafts(self) -> int:
-        """Draft tokens of each request, which TARGET_VERIFY verifies; 0 in the other modes."""
-        return int(self.counts[0]) - 1 if self.mode is ForwardMode.TARGET_VERIFY else 0
-
-    def follows(self, before: StepPlan) -> bool:
-        """Whether it decodes the requests of `before`, each a token further that the host has not read, and no more."""
-        return (
-            self.mode is before.mode is ForwardMode.DECODE
-            and not len(self.mapped)
-            and len(self.requests) == len(before.requests)
-            and all(map(operator.is_, self.requests, before.requests))
-            and bool((self.tokens < 0).all() and (self.starts == before.starts + 1).all())
-        )
-
-    def positions(self) -> np.ndarray:
-        """int32 `[tokens]`."""
-        ends = np.cumsum(self.counts)
-        return np.arange(ends[-1], dtype=np.int32) + np.repeat(self.starts - (ends - self.counts), self.counts)
-
-    def forward_batch(self, pool: RequestPool, *, num_rows: int, num_requests: int) -> ForwardBatch:
-        """The step in numpy arrays, padded to `num_rows` and `num_requests`."""
-
-        def padded(values: np.ndarray, size: int) -> np.ndarray:
-            return np.pad(values, (0, size - len(values)))
-
-        verify, extend = self.mode is ForwardMode.TARGET_VERIFY, self.mode is ForwardMode.EXTEND
-        slots = pool.req_to_token[np.repeat(self.rows, self.counts), self.positions()]
-        return ForwardBatch(
-            mode=self.mode,
-            max_seq_len=self.max_seq_len,
-            req_pool_indices=padded(self.rows, num_requests),
-            seq_lens=padded(self.starts if verify else self.starts + self.counts, num_requests),
-            out_cache_loc=padded(slots, num_rows),
-            extend_lens=padded(self.counts, num_requests) if extend else None,
-            num_draft_tokens=self.drafts + 1 if verify else None,
-        )
 
 
 def _next_tokens(request: Request, count: int) -> list[int]:
@@ -146,6 +76,8 @@ class Scheduler:
         self.selecting = selecting
         self.counters = Counters()
         self.pool = self._new_pool()
+        self._served: dict[Request, None] = {}  # those whose end has not been told, in order
+        self._raised: BaseException | None = None  # by a callback
         self._begin()
 
     def _new_pool(self) -> RequestPool:
@@ -206,8 +138,19 @@ class Scheduler:
         tokens = (*prompt, *request.forced) if request.forced else prompt
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise ValueError(f"{name} has tokens out of the model's vocabulary of {self.vocab_size}")
+        if request.asks_more:
+            self._check_asked(request, name)
         if request.return_selected or request.replay is not None:
             self._check_selected(request, name)
+
+    def _check_asked(self, request: Request, name: str) -> None:
+        hook = self.options.logits_hook
+        if self.options.batch_invariant:
+            raise ValueError(f"{name} has top_logprobs or adjust, which an engine with batch_invariant does not serve")
+        if (wanted := 0 if hook is None else hook.size) != (got := len(request.adjust)) and got:
+            raise ValueError(f"{name} has {got} parameters in adjust: the engine's logits_hook takes {wanted}")
+        if request.adjust and request.row is not None:
+            raise ValueError(f"{name} has adjust, and what an imported request has generated is not counted")
 
     def _check_selected(self, request: Request, name: str) -> None:
         given = "return_selected" if request.replay is None else "replay"
@@ -228,11 +171,12 @@ class Scheduler:
         self.check(request)
         if request.row is not None and self._pages_for(request.computed) > len(self.pool.pages_of(request.row)):
             raise ValueError("the request's pages are not kept any more: import it again")
-        request.submitted = True
+        request.submitted, request.ended = True, None
         if request.row is None:
             self.waiting.append(request)
         else:
             self.running.append(request)
+        self._served[request] = None
 
     @property
     def idle(self) -> bool:
@@ -252,20 +196,48 @@ class Scheduler:
         if self.prefixes:
             self.prefixes.clear()
         self._unread_steps = 0
+        self._end_all(ABORTED)
 
     def reset(self, error: str) -> None:
         """Drops all requests, in whatever state an exception has left the tables: these begin anew.
 
         Each request that is not finished has `error` then. It may be called again if it was interrupted.
         """
-        for request in (*self.running, *self.waiting):
+        self._raised = None
+        for request in dict.fromkeys((*self.running, *self.waiting, *self._served)):
             if not request.finished:
                 request.error = error
                 self.counters.failed += 1
-            del request.margins[len(request.output) :]  # of a token that was just coming
+            for of_tokens in (request.margins, request.logprobs):
+                del of_tokens[len(request.output) :]  # of a token that was just coming
             request.submitted, request.row, request.unread, request.digests = False, None, 0, None
         vars(self.pool).update(vars(self._new_pool()))  # the same object, for whoever holds it
         self._begin()
+        self._end_all(FAILED)
+
+    def raised(self) -> BaseException | None:
+        """The first that a callback has raised since the last call."""
+        raised, self._raised = self._raised, None
+        return raised
+
+    def _end_all(self, how: str) -> None:
+        for request in list(self._served):
+            self._end(request, how)
+
+    def _end(self, request: Request, how: str = LENGTH) -> None:
+        """Tells the end of a request: so, unless it has finished otherwise."""
+        if request.error is not None:
+            how = FAILED
+        elif request.cancelled:
+            how = CANCELLED
+        elif request.finished:
+            how = LENGTH if len(request.output) >= request.max_new_tokens else STOP
+            how = STOP if request.output[-1] in request.eos_token_ids else how
+        try:
+            request.end(how)
+        except BaseException as error:
+            self._raised = self._raised or error
+        self._served.pop(request, None)
 
     # Steps.
 
@@ -308,7 +280,11 @@ class Scheduler:
         return [request for request in requests if request.replays == turn]
 
     def complete(
-        self, plan: StepPlan, tokens: Sequence[Sequence[int]], margins: Sequence[Sequence[float]]
+        self,
+        plan: StepPlan,
+        tokens: Sequence[Sequence[int]],
+        margins: Sequence[Sequence[float]],
+        logprobs: Sequence[Sequence[Logprob]] | None = None,
     ) -> list[Request]:
         """Takes the tokens that a step chose, in the order in which steps were planned.
 
@@ -316,25 +292,31 @@ class Scheduler:
           plan: the step.
           tokens, margins: for each of its requests the tokens that it chose, none where it only read. In TARGET_VERIFY
             these are the accepted drafts and the token behind them.
+          logprobs: as these, where the step has them.
 
         Returns the requests that the step finished; their rows and pages are free again.
 
         A NaN margin says that the token's logits are not finite: it ends the request with an error.
 
         Raises:
-          BaseException: the first that an `on_token` raised, once all tokens are taken; its request is cancelled.
+          BaseException: the first that a callback raised, once all tokens are taken; where it was an `on_token`, its
+            request is cancelled.
         """
-        finished, failed = self.take(plan, tokens, margins)
-        if failed is not None:
-            raise failed
+        finished = self.take(plan, tokens, margins, logprobs)
+        if (raised := self.raised()) is not None:
+            raise raised
         return finished
 
     def take(
-        self, plan: StepPlan, tokens: Sequence[Sequence[int]], margins: Sequence[Sequence[float]]
-    ) -> tuple[list[Request], BaseException | None]:
-        """As `complete`, but returns what an `on_token` raised. What it raises itself has left tables unfinished."""
+        self,
+        plan: StepPlan,
+        tokens: Sequence[Sequence[int]],
+        margins: Sequence[Sequence[float]],
+        logprobs: Sequence[Sequence[Logprob]] | None = None,
+    ) -> list[Request]:
+        """As `complete`, but keeps what a callback raised for `raised`. What it raises has left tables unfinished."""
         self._unread_steps = max(0, self._unread_steps - 1)  # a callback of another share may have dropped all
-        verify, finished, failed = plan.mode is ForwardMode.TARGET_VERIFY, [], None
+        verify, finished = plan.mode is ForwardMode.TARGET_VERIFY, []
         for i, request in enumerate(plan.requests):
             if not plan.samples[i]:
                 continue
@@ -342,16 +324,16 @@ class Scheduler:
             if request.row is None:  # it ended while this step ran
                 continue
             start = len(request.output)
-            for token, margin in zip(tokens[i], margins[i]):
+            for j, (token, margin) in enumerate(zip(tokens[i], margins[i])):
                 if math.isnan(margin):
                     self._fail(request)
                     break
-                request.take(token, margin)
+                request.take(token, margin, logprobs and logprobs[i][j])
                 try:
                     request.tell()
                 except BaseException as error:
                     request.cancel()
-                    failed = failed or error
+                    self._raised = self._raised or error
                 # A forced token in place of a draft: the tokens behind it were chosen after the draft.
                 if request.row is None or request.finished or request.output[-1] != token:
                     break
@@ -366,7 +348,8 @@ class Scheduler:
                 if request.error is None:
                     self.counters.cancelled += request.cancelled
                     self.counters.finished += not request.cancelled
-        return finished, failed
+                self._end(request)
+        return finished
 
     def _fail(self, request: Request) -> None:
         """Ends a request whose logits are not finite; nobody shall reuse what it has cached."""
@@ -382,12 +365,14 @@ class Scheduler:
                 self.pool.trim(request.row, request.computed)
 
     def _drop_cancelled(self) -> None:
-        for request in [r for r in self.running if r.cancelled]:
+        running, waiting = ([r for r in requests if r.cancelled] for requests in (self.running, self.waiting))
+        for request in running:
             self._close(request)
-            self.counters.cancelled += 1
-        for request in [r for r in self.waiting if r.cancelled]:
+        for request in waiting:
             self.waiting.remove(request)
-            self.counters.cancelled += 1
+        self.counters.cancelled += len(running) + len(waiting)
+        for request in running + waiting:  # a callback may drop all requests
+            self._end(request)
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.options.max_batch and self.pool.free_rows:
@@ -398,7 +383,9 @@ class Scheduler:
             match, alone = None, request.return_selected or request.replay is not None
             if self.prefixes and not alone:  # what others have selected is not known, or not what it replays
                 if request.digests is None:  # less its last token, which must be computed
-                    request.digests = page_digests(request.tokens[:-1], self.spec.page_size)
+                    # What it has generated is read again where a step must count it.
+                    known = request.prompt if request.adjust else request.tokens
+                    request.digests = page_digests(known[:-1], self.spec.page_size)
                 match = self.prefixes.match(request.digests)
             needed = self._pages_for(length + 1) - (len(match.pages) if match else 0)
             if request.reread:  # a page more for each that runs: else it would soon be preempted again

@@ -21,9 +21,21 @@ from jax_sparse_mla.compressor.state import CompressorState
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving.decoder import StepInputs
 from jax_sparse_mla.serving.model import Caches, Draft, ForwardOutput, Model, Params
+from jax_sparse_mla.serving.options import EngineOptions
 from jax_sparse_mla.serving.pages import RequestPool
-from jax_sparse_mla.serving.sampling import Choice, SamplingArrays, greedy, sample
-from jax_sparse_mla.serving.scheduler import StepPlan
+from jax_sparse_mla.serving.plan import StepPlan
+from jax_sparse_mla.serving.request import MOST_LOGPROBS, Logprob
+from jax_sparse_mla.serving.sampling import (
+    Adjusting,
+    Choice,
+    LogitsHook,
+    SamplingArrays,
+    greedy,
+    log_probabilities,
+    sample,
+)
+
+PAGES_AHEAD = 64  # that one call maps before a step
 
 
 @pytree_dataclass
@@ -33,6 +45,9 @@ class State:
     caches: Caches
     tables: RequestTables
     last_tokens: jax.Array  # `[rows]`, the latest token of each row of the tables
+    # int32 `[rows, vocab]`, where the engine has a hook on logits: how often a token stands in a row's output, of rows
+    # whose requests have parameters for it.
+    counts: jax.Array | None = None
     draft: Draft | None = None  # the draft layer's, where one drafts
 
 
@@ -49,6 +64,7 @@ class Program:
     drafts: int = 0  # draft tokens of each request, made in the same program by the draft layer or the first layer
     draft_layer: bool = False  # whether a draft layer follows the model in this step
     choice: Choice = Choice.GREEDY  # how tokens are chosen
+    hook: LogitsHook | None = None  # with Choice.ALL
     # As in `StepInputs`.
     gathered: bool | None = None
     backend: str | None = None
@@ -63,13 +79,15 @@ class Program:
         """The parts of the host's array, in order, and their shapes; all int32.
 
         requests: rows of the tables (padding: any past the last), first positions, number of positions (padding: 0),
-        and for draws also the seeds and the bits of temperature and top_p. changes: `RequestPool.take_changes`, padded
+        for draws also the seeds and the bits of temperature and top_p, and with a hook the lengths of the prompts and
+        the bits of its parameters. changes: `RequestPool.take_changes`, padded
         with rows past the last. tokens: −1 is the row's latest token. rows: (position, row of the tables) of
         each query row of a chunk. behind: for a draft layer, the token behind each request's chunk; −1 is the one that
         the step chooses. proposals: drafts that replace the model's own, or −1.
         """
+        of_request = 3 if self.choice is Choice.GREEDY else 6 if self.hook is None else 7 + self.hook.size
         fields = {
-            "requests": (3 if self.choice is Choice.GREEDY else 6, self.num_requests),
+            "requests": (of_request, self.num_requests),
             "changes": (self.num_changes, 4),
             "tokens": (self.num_rows if self.mode is ForwardMode.EXTEND else self.num_requests,),
         }
@@ -103,6 +121,10 @@ def pack(
         requests[3, :n] = np.array([s.seed & 0xFFFFFFFF for s in sampling], np.uint32).view(np.int32)
         requests[4, :n] = np.array([s.temperature for s in sampling], np.float32).view(np.int32)
         requests[5, :n] = np.array([s.top_p for s in sampling], np.float32).view(np.int32)
+    if program.hook is not None:
+        requests[6, :n] = [len(request.prompt) for request in plan.requests]
+        for i, request in enumerate(plan.requests):
+            requests[7 : 7 + len(request.adjust), i] = np.array(request.adjust, np.float32).view(np.int32)
     parts["changes"][: len(plan.mapped)] = plan.mapped
     tokens = plan.tokens
     if plan.mode is ForwardMode.EXTEND:
@@ -150,15 +172,27 @@ class Result:
     margins: np.ndarray  # float32 `[requests, drafts + 1]`; NaN where logits are not finite
     accepted: np.ndarray  # int32 `[requests]`, the number of drafts that the model chose too
     overflow: bool  # whether a bucket was too small
+    # With Choice.ALL, of each token: int32 `[requests, drafts + 1, 1 + 2k]`, the bits of its log-probability, the k
+    # most likely tokens, and the bits of their log-probabilities.
+    logprobs: np.ndarray | None = None
+
+    def logprobs_of(self, request: int, place: int) -> Logprob:
+        """Those of a request's token."""
+        row = self.logprobs[request, place]
+        top, values = np.split(row[1:], 2)
+        return Logprob(float(row[:1].view(np.float32)[0]), tuple(zip(top.tolist(), values.view(np.float32).tolist())))
 
 
 def unpack_result(program: Program, packed: np.ndarray) -> Result:
     size, each = program.num_requests * (program.drafts + 1), program.drafts + 1
+    end = 2 * size + program.num_requests
+    logprobs = packed[end + 1 :].reshape(program.num_requests, each, -1) if program.choice is Choice.ALL else None
     return Result(
         tokens=packed[:size].reshape(-1, each),
         margins=packed[size : 2 * size].view(np.float32).reshape(-1, each),
-        accepted=packed[2 * size : -1],
-        overflow=bool(packed[-1]),
+        accepted=packed[2 * size : end],
+        overflow=bool(packed[end]),
+        logprobs=logprobs,
     )
 
 
@@ -179,7 +213,7 @@ def run_step(program: Program, params: Params, state: State, packed: jax.Array, 
 def _run_step(program: Program, params: Params, state: State, packed: jax.Array, replayed: jax.Array | None):
     parts = unpack(program, packed)
     num_table_rows = state.tables.req_to_token.shape[0]
-    state = dataclasses.replace(state, tables=_map_pages(program, state.tables, parts["changes"]))
+    state = dataclasses.replace(state, tables=map_pages(state.tables, parts["changes"], program.model.spec.page_size))
     rows, starts, counts = parts["requests"][:3]
     tokens = parts["tokens"]
     if program.mode is ForwardMode.EXTEND:
@@ -187,6 +221,8 @@ def _run_step(program: Program, params: Params, state: State, packed: jax.Array,
     else:
         positions, row_of = starts, rows
     tokens = jnp.where(tokens < 0, state.last_tokens.at[row_of].get(mode="fill", fill_value=0), tokens)
+    if program.hook is not None:
+        state = _count(state, tokens, positions, row_of, parts["requests"])
     if program.drafts:
         return _draft_and_verify(program, params, state, tokens, parts)
     batch = _batch(program, program.mode, rows, starts + counts, _slots(state.tables, row_of, positions), counts)
@@ -197,7 +233,8 @@ def _run_step(program: Program, params: Params, state: State, packed: jax.Array,
     last_rows = jnp.clip(jnp.cumsum(counts) - 1, 0, program.num_rows - 1)
     hidden = out.hidden[last_rows] if program.mode is ForwardMode.EXTEND else out.hidden
     logits = program.model.logits(params, hidden)
-    chosen, margins = _choose(program, logits, starts + counts, parts["requests"])
+    outputs = state.counts.at[rows].get(mode="fill", fill_value=0) if program.hook is not None else None
+    chosen, *scores = _choose(program, logits, starts + counts, parts["requests"], outputs)
     state = dataclasses.replace(
         state, caches=out.caches, last_tokens=state.last_tokens.at[rows].set(chosen, mode="drop")
     )
@@ -207,7 +244,7 @@ def _run_step(program: Program, params: Params, state: State, packed: jax.Array,
         shifted = jnp.roll(tokens, -1).at[ends].set(behind, mode="drop")
         inputs = _inputs(program, state, batch, shifted, positions)
         state = _follow(program, params, state, inputs, out.states, rows, last_rows)
-    result = _pack_result(chosen, margins, jnp.zeros_like(rows), out.overflow)
+    result = _pack_result(chosen, *scores, jnp.zeros_like(rows), out.overflow)
     after = following(program, packed, num_table_rows)
     return state, result, after, out.trace, logits if program.logits else None, out.selected
 
@@ -228,17 +265,24 @@ def _draft_and_verify(program: Program, params: Params, state: State, tokens: ja
     batch = _batch(program, ForwardMode.TARGET_VERIFY, rows, jnp.where(live, starts, 0), slots, None)
     out = program.model.forward(params, state.caches, _inputs(program, state, batch, drafts.reshape(-1), positions))
     logits = program.model.logits(params, out.hidden)
-    requests = jnp.repeat(parts["requests"], steps + 1, axis=1)
-    chosen, margins = _choose(program, logits, positions + 1, requests)
+    requests, outputs = jnp.repeat(parts["requests"], steps + 1, axis=1), None
+    if program.hook is not None:
+        drafted = jnp.cumsum(jax.nn.one_hot(drafts, logits.shape[-1], dtype=jnp.int32).at[:, 0].set(0), 1)
+        counted = state.counts.at[rows].get(mode="fill", fill_value=0)
+        outputs = (counted[:, None] + drafted).reshape(logits.shape)
+    chosen, *scores = _choose(program, logits, positions + 1, requests, outputs)
     chosen = chosen.reshape(-1, steps + 1)
     accepted = jnp.cumprod((drafts[:, 1:] == chosen[:, :-1]).astype(jnp.int32), 1).sum(1)
     last = jnp.take_along_axis(chosen, accepted[:, None], 1)[:, 0]
     state = dataclasses.replace(state, caches=out.caches, last_tokens=state.last_tokens.at[rows].set(last, mode="drop"))
+    if program.hook is not None:
+        taken = (jnp.arange(steps + 1) > 0) & (jnp.arange(steps + 1) <= accepted[:, None])
+        state = dataclasses.replace(state, counts=state.counts.at[rows[:, None], drafts].add(taken, mode="drop"))
     if program.draft_layer:
         last_rows = jnp.arange(len(rows)) * (steps + 1) + accepted
         inputs = _inputs(program, state, batch, chosen.reshape(-1), positions)
         state = _follow(program, params, state, inputs, out.states, rows, last_rows)
-    result = _pack_result(chosen.reshape(-1), margins, accepted, out.overflow)
+    result = _pack_result(chosen.reshape(-1), *scores, accepted, out.overflow)
     return state, result, None, out.trace, logits if program.logits else None, None
 
 
@@ -341,25 +385,46 @@ def _slots(tables: RequestTables, rows: jax.Array, positions: jax.Array) -> jax.
     return jnp.maximum(tables.req_to_token.at[rows, positions].get(mode="fill", fill_value=0), 0)
 
 
-def _choose(program: Program, logits, positions, requests):
-    """Tokens and margins; the margin of logits that are not finite is NaN."""
+def _count(state: State, tokens, positions, row_of, requests) -> State:
+    """Counts the tokens of a step that stand in an output, behind the prompt; a row begins anew with its prompt."""
+    rows, starts, prompts, num_rows = requests[0], requests[1], requests[6], len(state.last_tokens)
+    counts = state.counts.at[jnp.where(starts < prompts, rows, num_rows)].set(0, mode="drop")
+    prompt_of = jnp.zeros(num_rows, jnp.int32).at[rows].set(prompts, mode="drop")
+    behind = positions >= prompt_of.at[row_of].get(mode="fill", fill_value=0)
+    return dataclasses.replace(state, counts=counts.at[row_of, tokens].add(behind.astype(jnp.int32), mode="drop"))
+
+
+def _choose(program: Program, logits, positions, requests, outputs=None):
+    """Tokens, margins, and log-probabilities or None; the margin of logits that are not finite is NaN.
+
+    outputs: with a hook, int32 `[B, vocab]`, how often a token stands in what each row continues.
+    """
+    finite, own, logprobs = jnp.isfinite(logits).all(-1), logits, None
     if program.choice is Choice.GREEDY:
         tokens, margins = greedy(logits)
     else:
         temperature, top_p = (lax.bitcast_convert_type(bits, jnp.float32) for bits in requests[4:6])
         params = SamplingArrays(temperature=temperature, top_p=top_p, seed=requests[3])
-        tokens, margins = sample(logits, positions, params, cut=program.choice is Choice.TOP_P)
-    return tokens, jnp.where(jnp.isfinite(logits).all(-1), margins, jnp.nan)
+        if program.hook is not None:
+            given = lax.bitcast_convert_type(requests[7:], jnp.float32).T
+            logits = program.hook(logits, Adjusting(parameters=given, counts=outputs, temperature=temperature))
+        tokens, margins = sample(logits, positions, params, cut=program.choice >= Choice.TOP_P)
+    if program.choice is Choice.ALL:
+        value, top, values = log_probabilities(own, tokens, MOST_LOGPROBS)
+        bits = [lax.bitcast_convert_type(x, jnp.int32) for x in (value[:, None], values)]
+        logprobs = jnp.concatenate([bits[0], top, bits[1]], 1)
+    return tokens, jnp.where(finite, margins, jnp.nan), logprobs
 
 
-def _pack_result(chosen, margins, accepted, overflow) -> jax.Array:
+def _pack_result(chosen, margins, logprobs, accepted, overflow) -> jax.Array:
     overflow = jnp.zeros((), jnp.int32) if overflow is None else overflow.astype(jnp.int32)
-    return jnp.concatenate([chosen, lax.bitcast_convert_type(margins, jnp.int32), accepted, overflow[None]])
+    parts = [chosen, lax.bitcast_convert_type(margins, jnp.int32), accepted, overflow[None]]
+    return jnp.concatenate(parts if logprobs is None else [*parts, logprobs.reshape(-1)])
 
 
-def _map_pages(program: Program, tables: RequestTables, changes: jax.Array) -> RequestTables:
+def map_pages(tables: RequestTables, changes: jax.Array, size: int) -> RequestTables:
+    """The tables with pages of `size` tokens mapped, int32 `[n, 4]` as `RequestPool.take_changes` gives them."""
     row, index, page, swa_page = changes.T[:, :, None]
-    size = program.model.spec.page_size
     offsets = jnp.arange(size, dtype=jnp.int32)
     slots = page * size + offsets
     req_to_token = tables.req_to_token.at[row, index * size + offsets].set(slots, mode="drop")
@@ -370,15 +435,53 @@ def _map_pages(program: Program, tables: RequestTables, changes: jax.Array) -> R
     return RequestTables(req_to_token=req_to_token, full_to_swa=tables.full_to_swa.at[slots].set(swa_slots))
 
 
-def new_state(caches: Caches, draft: Draft | None, pool: RequestPool) -> State:
-    """Empty tables, of the sizes of the host's, around a model's caches."""
+def no_changes(count: int, num_table_rows: int) -> np.ndarray:
+    """int32 `[count, 4]` for `map_pages`, all padding."""
+    return np.tile(np.array([num_table_rows, 0, 0, 0], np.int32), (count, 1))
+
+
+def changes_ahead(plan: StepPlan, room: int, num_table_rows: int) -> np.ndarray:
+    """Takes from a plan the pages that its step's array has no room for, those of a long prefix that is reused.
+
+    Returns int32 `[n, PAGES_AHEAD, 4]` for `map_pages`, padded with rows past the last.
+    """
+    rest, plan.mapped = plan.mapped[room:], plan.mapped[:room]
+    padded = no_changes(-(-len(rest) // PAGES_AHEAD) * PAGES_AHEAD, num_table_rows)
+    padded[: len(rest)] = rest
+    return padded.reshape(-1, PAGES_AHEAD, 4)
+
+
+def empty_caches(model: Model, options: EngineOptions, pool: RequestPool) -> Caches:
+    """A model's caches for the pages of a pool and the requests of an engine."""
+    return model.new_caches(
+        num_pages=pool.num_pages,
+        num_swa_pages=pool.num_swa_pages,
+        max_requests=options.max_batch + (options.reuse_points if model.spec.windowed else 0),
+        max_draft_tokens=options.speculative_steps + 1 if options.speculative_steps else 0,
+        bf16=options.bf16_cache,
+    )
+
+
+def empty_state(model: Model, params: Params, options: EngineOptions, pool: RequestPool) -> State:
+    """The state of an engine before its first step: empty caches, and tables of the sizes of the host's."""
+    draft = None
+    if options.speculative_steps:
+        draft = model.new_draft(
+            params,
+            max_requests=options.max_batch,
+            num_pages=pool.num_pages,
+            num_swa_pages=pool.num_swa_pages,
+            bf16=options.bf16_cache,
+        )
     req_to_token, full_to_swa = jnp.full(pool.req_to_token.shape, -1, jnp.int32), None
     if pool.window is not None:
         full_to_swa = jnp.full(pool.full_to_swa.shape, -1, jnp.int32)
         full_to_swa = full_to_swa.at[: pool.page_size].set(jnp.arange(pool.page_size, dtype=jnp.int32))
     tables = RequestTables(req_to_token=req_to_token, full_to_swa=full_to_swa)
-    last_tokens = jnp.zeros(len(pool.req_to_token), jnp.int32)
-    return State(caches=caches, tables=tables, last_tokens=last_tokens, draft=draft)
+    rows = len(pool.req_to_token)
+    counts = None if options.logits_hook is None else jnp.zeros((rows, model.vocab_size), jnp.int32)
+    caches, last_tokens = empty_caches(model, options, pool), jnp.zeros(rows, jnp.int32)
+    return State(caches=caches, tables=tables, last_tokens=last_tokens, counts=counts, draft=draft)
 
 
 def copy_states(caches: Caches, pairs: jax.Array) -> Caches:

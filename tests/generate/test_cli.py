@@ -381,7 +381,8 @@ def test_text_is_streamed_by_whole_characters(capsys):
     request, seen = Request([1], 6), []
     request.on_token = Stream(texts.ByteTokenizer())
     for token in "aé€".encode():
-        request.append(token, 0.0)
+        request.take(token, 0.0)
+        request.tell()
         seen.append(capsys.readouterr().out)
     assert seen == ["a", "", "é", "", "", "€\n"]
 

@@ -51,13 +51,11 @@ fault("invariant-chunks", "batch invariant steps read several prompts",
       "prefill[:1] if self.options.batch_invariant else prefill", "prefill")
 fault("invariant-width", "batch invariant steps have page tables as wide as their longest request",
       "        if self.options.batch_invariant:\n            return self.pool.req_to_token.shape[1]\n", "")
-fault("step-follows-mapped", "a step follows although pages were mapped",
-      "            and not len(self.mapped)\n", "")
 fault("end-token-in-drafts", "an end token inside accepted drafts does not end the request",
       "request.row is None or request.finished or request.output[-1] != token",
       "request.row is None or request.output[-1] != token")
 fault("prefix-last-token", "a prompt that was read before leaves no token to compute",
-      "page_digests(request.tokens[:-1], self.spec.page_size)", "page_digests(request.tokens, self.spec.page_size)")
+      "page_digests(known[:-1], self.spec.page_size)", "page_digests(known, self.spec.page_size)")
 fault("chunk-budget", "a step reads more than its chunk",
       "                budget -= count\n", "                budget -= 0\n")
 fault("verify-computed", "after drafts a token counts as computed that is not",
@@ -65,6 +63,26 @@ fault("verify-computed", "after drafts a token counts as computed that is not",
 fault("states-before-the-step", "carried states are kept before the step that makes them",
       "            restored=restored,\n            kept=kept,\n",
       "            restored=restored + kept,\n            kept=[],\n")
+fault = of("jax_sparse_mla/serving/plan.py", "tests/serving/test_scheduler.py")
+fault("step-follows-mapped", "a step follows although pages were mapped",
+      "            and not len(self.mapped)\n", "")
+fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_for_servers.py")
+fault("end-untold", "a request that is cancelled while it waits is not told of its end",
+      "for request in running + waiting:", "for request in running:")
+fault("end-aborted-untold", "an abort tells nobody", "        self._end_all(ABORTED)\n", "")
+fault("end-reason", "an end token that is the last allowed one counts as the length",
+      "how = STOP if request.output[-1] in request.eos_token_ids else how", "how = how")
+fault("adjust-reused", "penalties forget what was generated before a preemption and is not read again",
+      "known = request.prompt if request.adjust else request.tokens", "known = request.tokens")
+fault = of("jax_sparse_mla/serving/step.py", "tests/serving/test_for_servers.py")
+fault("counts-of-prompts", "penalties count the prompt",
+      "behind = positions >= prompt_of", "behind = positions >= 0 * prompt_of")
+fault("counts-kept", "a row's counts are those of the request before, too",
+      "jnp.where(starts < prompts, rows, num_rows)", "jnp.where(starts < 0, rows, num_rows)")
+fault("logprobs-of-others", "log-probabilities are those of the most likely token",
+      "log_probabilities(own, tokens, MOST", "log_probabilities(own, greedy(own)[0], MOST")
+fault("pages-ahead", "pages that are mapped before a step are not those of its own",
+      "rest, plan.mapped = plan.mapped[room:], plan", "rest, plan.mapped = plan.mapped[:0], plan")
 fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_engine_faults.py")
 fault("failed-not-ended", "a token of logits that are not finite is taken", "if math.isnan(margin):", "if False:")
 fault("failed-reused", "pages of a request whose logits were not finite are reused",
@@ -86,8 +104,8 @@ fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_serving_engin
 fault("engine-choice", "a request with a temperature is served greedily", "if request.sampling.temperature > 0]",
       "if request.sampling.temperature > 1]", why="the engine's tests take a temperature of 30 alone")
 fault("engine-states-before", "carried states are kept before the step that makes them",
-      "        if plan.restored:\n            self._copy_states(plan.restored)\n",
-      "        self._copy_states(plan.restored + plan.kept)\n        plan.kept = []\n")
+      "        if plan.restored:\n            self.copy_states(plan.restored)\n",
+      "        self.copy_states(plan.restored + plan.kept)\n        plan.kept = []\n")
 fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_engine_faults.py")
 fault("interrupt-caches", "caches that a failed step took along are used", "if not _is_sound(self.state):", "if False:")
 fault("interrupt-stale", "what an interrupted step has left is taken for a step that runs",
@@ -102,7 +120,7 @@ fault = of("jax_sparse_mla/serving/step.py", "tests/serving/test_engine_faults.p
 fault("rank-promotion", "steps depend on the caller's rank promotion", 'jax.numpy_rank_promotion("allow")',
       "jax.named_scope(program.mode.value)")
 fault("not-finite", "logits that are not finite are not seen",
-      "jnp.where(jnp.isfinite(logits).all(-1), margins, jnp.nan)", "jnp.nan_to_num(margins)")
+      "jnp.where(finite, margins, jnp.nan)", "jnp.nan_to_num(margins)")
 fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_batch_invariant.py")
 fault("invariant-batch", "batch invariant decode steps are as large as their requests",
       "least = options.max_batch if options.batch_invariant else 1", "least = 1")
