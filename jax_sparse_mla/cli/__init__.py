@@ -1,4 +1,4 @@
-"""The command `jax-sparse-mla`: `generate` runs a model through the library, `doctor` tells what would serve it."""
+"""The command `jax-sparse-mla`: `generate` runs a model, `serve` serves one, `doctor` tells what would serve it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def _run(argv: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="print the device, the backends, and what would serve each model")
     generate = commands.add_parser("generate", help="generate text with a DeepSeek-V3.2 or V4 model")
+    serve = commands.add_parser("serve", help="serve a model to clients of OpenAI's protocol")
+    if argv[:1] == ["serve"]:
+        from jax_sparse_mla.cli import serve as command
+
+        command.add_arguments(serve)
+        return command.run(parser.parse_args(argv))
     if argv[:1] == ["generate"]:
         from jax_sparse_mla.cli import generate as command
 

@@ -1,10 +1,11 @@
-"""The setup of `generate`: a model, its tokenizer and device."""
+"""The setup of `generate` and `serve`: a model, its tokenizer and device."""
 
 from __future__ import annotations
 
 import argparse
 import collections
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -33,12 +34,12 @@ class Setup:
 
     Attributes:
       name, device: the model and the device, in words.
-      model, params, tokenizer: what serves.
+      model, params: what serves.
       eos_token_ids: tokens that end a text; none of a preset.
       check: the check, which loads its model meanwhile; None without one.
 
     Raises:
-      OSError, ValueError: no such folder, device or model, or a tokenizer that cannot be loaded.
+      OSError, ValueError: no such folder, device or model.
     """
 
     def __init__(self, args: argparse.Namespace, check: Check | None):
@@ -56,9 +57,6 @@ class Setup:
             self.model, self.params = load(
                 args.model, draft_layer=bool(args.speculative_steps), as_stored=not args.multiply_out
             )
-            self.tokenizer = presets.load_tokenizer(args.model, self.model.vocab_size)
-            if isinstance(self.tokenizer, presets.ByteTokenizer):
-                print(f"warning    {args.model} has no tokenizer: text goes in and out as bytes")
         else:
             self.name = f"preset {preset}, seed {args.seed} (random weights)"
             self._print_start()
@@ -66,10 +64,20 @@ class Setup:
             arrays = self.model.random_arrays(args.seed)
             self._load_check("load_arrays", self.model, presets.CONFIGS[preset], arrays)
             self.params = self.model.from_named_arrays(arrays)
-            self.tokenizer = presets.ByteTokenizer()
+        self._folder = args.model
         self.eos_token_ids = () if args.model is None else self.model.eos_token_ids
-        if args.model is not None and args.temperature == 0:
+        if args.model is not None and getattr(args, "temperature", None) == 0:
             self._print_sampling(args.model)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """Raises ValueError for one that cannot be loaded."""
+        if self._folder is None:
+            return presets.ByteTokenizer()
+        tokenizer = presets.load_tokenizer(self._folder, self.model.vocab_size)
+        if isinstance(tokenizer, presets.ByteTokenizer):
+            print(f"warning    {self._folder} has no tokenizer: text goes in and out as bytes")
+        return tokenizer
 
     def _print_sampling(self, folder: str) -> None:
         """Says which settings of a checkpoint's `generation_config.json` greedy decoding does not take."""

@@ -1,0 +1,67 @@
+"""The process's part: a socket, uvicorn around the application, and an end that lets requests finish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+
+from jax_sparse_mla.server.app import Api
+
+log = logging.getLogger(__name__)
+LAST_SECONDS = 5  # for the last words to clients, once the time to finish is over
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket bound to an address; raises OSError where that cannot be."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+class Server(uvicorn.Server):
+    """Serves an Api. SIGTERM and Ctrl-C drain it: new requests are refused with 503, those that are open have so many
+    seconds to finish, then they end with an error. A second signal ends them at once."""
+
+    def __init__(self, api: Api, drain_seconds: float):
+        # Waiting for the last connections is `drain`'s; uvicorn's own time begins when that is over.
+        config = uvicorn.Config(
+            api.app(), lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=LAST_SECONDS
+        )
+        super().__init__(config)
+        self._api, self._drain_seconds, self._until = api, drain_seconds, None
+
+    @property
+    def draining(self) -> bool:
+        return self._until is not None
+
+    def drain(self) -> None:
+        """Begins to end; from any thread."""
+        if not self.draining:
+            self._api.drain()
+            self._until = time.monotonic() + self._drain_seconds
+            log.warning("draining: %d requests are open", self._api.runner.open)
+        else:
+            self._until = 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.drain()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.draining:
+            over = time.monotonic() >= self._until
+            if over:
+                await asyncio.to_thread(self._api.runner.stop)
+            if over or not (self._api.answering or self._api.runner.open):
+                return True
+        return await super().on_tick(counter)
