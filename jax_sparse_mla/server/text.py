@@ -87,8 +87,6 @@ class Tokenizer:
             raise ValueError(f"{path}: {error}") from error
         settings = read_json(folder, "tokenizer_config.json") if _has(folder, "tokenizer_config.json") else {}
         names = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        begin = self._tokenizer.token_to_id(names["bos_token"]) if settings.get("add_bos_token") else None
-        self._begin = [] if begin is None else [begin]
         if template is None and _has(folder, "chat_template.jinja"):
             template = path_in(folder, "chat_template.jinja").read_bytes()[:LONGEST_TEMPLATE].decode()
         if template is None:
@@ -96,8 +94,8 @@ class Tokenizer:
         self.template = None if template is None else compiled(template, {k: v for k, v in names.items() if v})
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        tokens = self._tokenizer.encode(text, add_special_tokens=special).ids
-        return tokens if not special or tokens[:1] == self._begin else self._begin + tokens
+        # As transformers 5 has it: tokenizer.json says which are added, not add_bos_token of tokenizer_config.json.
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decoder(self) -> Decoder:
         return _StreamDecoder(self._tokenizer)
