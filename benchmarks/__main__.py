@@ -37,6 +37,7 @@ OPERATIONS = {  # the module, and what it measures
         "experts' products of FP4 and FP8 weights beside bfloat16 and libraries",
     ),
     "serving": ("serving", "the engine in JAX: first token, tokens per second, the attention's part"),
+    "serve_load": ("serve_load", "a server under load: first token and time between tokens at a rate of arrivals"),
     "compile_time": ("compile_time", "compilation of the engine's programs by number of layers"),
     "maxtext": ("maxtext", "MaxText's models with dense attention and through this library"),
     "plots": ("plots", "draws docs/plots from results.json"),

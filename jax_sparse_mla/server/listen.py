@@ -18,14 +18,17 @@ LAST_SECONDS = 5  # for the last words to clients, once the time to finish is ov
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket bound to an address; raises OSError where that cannot be."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise OSError(f"--host {host}: {error}") from error
     made = socket.socket(family, kind, protocol)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
-    except OSError:
+    except OSError as error:
         made.close()
-        raise
+        raise OSError(f"--host {host} --port {port}: {error}") from error
     return made
 
 
