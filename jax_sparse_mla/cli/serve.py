@@ -92,7 +92,7 @@ def _refused(why: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from jax_sparse_mla.server.listen import Server, bound
+    from jax_sparse_mla.cli.listen import Server, bound
 
     key = _key(args.api_key_file)  # before what takes long
     template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")

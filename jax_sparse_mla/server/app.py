@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import time
@@ -18,9 +19,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from jax_sparse_mla.server.errors import ApiError
 from jax_sparse_mla.server.metrics import Metrics
-from jax_sparse_mla.server.protocol import Answer, Asked, Piece, Served, parse
+from jax_sparse_mla.server.protocol import Answer, ApiError, Asked, Piece, Served, parse, unknown_model
 from jax_sparse_mla.server.runner import Refused, Runner, State
 from jax_sparse_mla.server.text import Stops
 from jax_sparse_mla.serving.engine import Engine
@@ -41,20 +41,13 @@ class Job:
         self.finish: str | None = None
         self._eos, self._read = served.eos_token_ids, 0
         self._decoder, self._stops = served.text.decoder(), Stops(asked.stops)
-        self._woken = asyncio.Event()
-
-    def wake(self) -> None:
-        self._woken.set()
+        self.woken = asyncio.Event()  # when there may be more
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The text as it comes; the last piece has the reason of the end.
-
-        Raises:
-          ApiError: the request has ended with an error.
-        """
+        """The text as it comes; the last piece has the reason of the end. Raises ApiError for one with an error."""
         while self.finish is None:
-            await self._woken.wait()
-            self._woken.clear()
+            await self.woken.wait()
+            self.woken.clear()
             piece = self._new()
             if piece.text or piece.logprobs or piece.finish:
                 yield piece
@@ -116,14 +109,14 @@ class Api:
 
     def app(self) -> Starlette:
         routes = [
-            Route("/v1/completions", self._completions, methods=["POST"]),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", functools.partial(self._answer, chat=False), methods=["POST"]),
+            Route("/v1/chat/completions", functools.partial(self._answer, chat=True), methods=["POST"]),
             Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._model),
+            Route("/v1/models/{name:path}", self._models),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
         ]
-        handlers = {ApiError: self._refused, HTTPException: _not_found, Exception: _fault}
+        handlers = dict.fromkeys((ApiError, HTTPException, Exception), self._refused)
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
@@ -132,10 +125,6 @@ class Api:
         self.runner.start()
         yield
         await asyncio.to_thread(self.runner.stop)
-
-    def drain(self) -> None:
-        """Refuses new requests; those that are open go on."""
-        self.runner.refuse("the server is shutting down")
 
     # From the engine's thread to the jobs.
 
@@ -154,7 +143,7 @@ class Api:
                 how = STOP if job.finish == STOP else ended
                 self.metrics.ended.labels("chat" if job.asked.chat else "completions", how).inc()
             if new or ended is not None:
-                job.wake()
+                job.woken.set()
 
     def _count(self, job: Job, new: int, now: float) -> None:
         metrics = self.metrics
@@ -168,12 +157,6 @@ class Api:
 
     # Endpoints.
 
-    async def _completions(self, http: HttpRequest) -> Response:
-        return await self._answer(http, chat=False)
-
-    async def _chat(self, http: HttpRequest) -> Response:
-        return await self._answer(http, chat=True)
-
     async def _answer(self, http: HttpRequest, chat: bool) -> Response:
         arrived = time.perf_counter()
         self._check_key(http)
@@ -183,7 +166,7 @@ class Api:
         asked = await asyncio.to_thread(parse, raw, chat, self.served)
         job = Job(asked, self.served, arrived)
         try:
-            self.runner.check(job.request)
+            self.runner.engine.scheduler.check(job.request)
             self._jobs[job.request] = job
             self.runner.submit(job.request)
         except ValueError as error:
@@ -220,17 +203,13 @@ class Api:
 
     async def _models(self, http: HttpRequest) -> Response:
         self._check_key(http)
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
-
-    async def _model(self, http: HttpRequest) -> Response:
-        self._check_key(http)
-        if (name := http.path_params["name"]) != self.served.name:
-            raise ApiError(404, f"the model {name!r:.80} is not served", param="model", code="model_not_found")
-        return JSONResponse(self._model_card())
-
-    def _model_card(self) -> dict[str, Any]:
         card = {"id": self.served.name, "object": "model", "created": self._created, "owned_by": "jax_sparse_mla"}
-        return {**card, "max_model_len": self.served.room}
+        card["max_model_len"] = self.served.room
+        if (name := http.path_params.get("name")) is None:
+            return JSONResponse({"object": "list", "data": [card]})
+        if name != self.served.name:
+            raise unknown_model(name)
+        return JSONResponse(card)
 
     async def _health(self, _: HttpRequest) -> Response:
         why = self.runner.refusing
@@ -240,7 +219,11 @@ class Api:
     async def _metrics(self, _: HttpRequest) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _refused(self, _: HttpRequest, error: ApiError) -> Response:
+    async def _refused(self, _: HttpRequest, error: Exception) -> Response:
+        if isinstance(error, HTTPException):  # of another path or method
+            error = ApiError(error.status_code, str(error.detail))
+        elif not isinstance(error, ApiError):
+            error = ApiError(500, f"a fault of the server: {type(error).__name__}")
         self.metrics.refused.labels(error.status).inc()
         return _of_error(error)
 
@@ -279,14 +262,14 @@ class _Sent(Response):
         headers = [(name.encode(), value.encode()) for name, value in EVENTS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-        async def event(body: dict[str, Any] | str | None, more: bool = True) -> None:
-            if body is not None:
-                text = body if isinstance(body, str) else json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-                data = f"data: {text}\n\n".encode(errors="replace")
-                await send({"type": "http.response.body", "body": data, "more_body": more})
+        async def event(body: dict[str, Any] | str, more: bool = True) -> None:
+            text = body if isinstance(body, str) else json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+            data = f"data: {text}\n\n".encode(errors="replace")
+            await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        await event(self._answer.first())
         try:
+            if self._job.asked.chat:
+                await event(self._answer.first())
             async for piece in self._job.pieces():
                 await event(self._answer.chunk(piece))
             if self._job.asked.usage:
@@ -303,17 +286,9 @@ async def _gone(receive: Receive) -> None:
 
 def _busy(refused: Refused) -> ApiError:
     status, code = (429, "queue_full") if refused.full else (503, "unavailable")
-    return ApiError(status, str(refused), code=code, retry_after=1 if refused.full else 10)
+    return ApiError(status, str(refused), code=code, retry=1 if refused.full else 10)
 
 
 def _of_error(error: ApiError) -> Response:
-    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
     return JSONResponse(error.body(), error.status, headers)
-
-
-async def _fault(_: HttpRequest, error: Exception) -> Response:
-    return _of_error(ApiError(500, f"a fault of the server: {type(error).__name__}"))
-
-
-async def _not_found(_: HttpRequest, error: HTTPException) -> Response:
-    return _of_error(ApiError(error.status_code, str(error.detail)))

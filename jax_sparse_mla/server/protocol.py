@@ -7,12 +7,11 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 
-from jax_sparse_mla.server.errors import ApiError
 from jax_sparse_mla.server.text import Text
 from jax_sparse_mla.serving.adjust import Adjust
 from jax_sparse_mla.serving.request import MOST_LOGPROBS, Logprob, Request, Sampling
@@ -39,6 +38,24 @@ _IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # say 
 _BOTH = {"model", "stream", "stream_options", "temperature", "top_p", "max_tokens", "seed", "stop", "logprobs"}
 _BOTH |= {"logit_bias", "presence_penalty", "frequency_penalty", "top_k", "min_p"}
 _OF = {False: _BOTH | {"prompt"}, True: _BOTH | {"messages", "max_completion_tokens", "top_logprobs"}}
+
+
+class ApiError(Exception):
+    """A refusal or a failure.
+
+    Attributes:
+      status: of HTTP. message: one sentence. param: the field of the body that is meant. code: for programs.
+      retry_after: seconds after which a client may try again; 0: not said.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry: int = 0):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry
+
+    def body(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,24 +90,12 @@ class Asked:
     stops: tuple[str, ...]
 
 
-class _Fields:
-    """The fields of a body; each is taken as its type, or refused by name."""
-
-    def __init__(self, body: Mapping[str, Any]):
-        self._body = {name: value for name, value in body.items() if value is not None}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._body
-
-    def get(self, name: str) -> Any:
-        return self._body.get(name)
-
-    def names(self) -> Sequence[str]:
-        return list(self._body)
+class _Fields(dict[str, Any]):
+    """The fields of a body that are not null; each is taken as its type, or refused by name."""
 
     def of(self, name: str, kinds: type | tuple[type, ...], what: str, default: Any) -> Any:
-        value = self._body.get(name, default)
-        if name in self._body and (not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool)):
+        value = self.get(name, default)
+        if name in self and (not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool)):
             raise _wrong(name, f"{name} must be {what}, got {json.dumps(value)[:60]}")
         return value
 
@@ -99,7 +104,7 @@ class _Fields:
 
     def integer(self, name: str, default: int | None, least: int | None = None, most: int | None = None) -> int | None:
         value = self.of(name, int, "an integer", default)
-        if name in self._body and not ((least is None or least <= value) and (most is None or value <= most)):
+        if name in self and not ((least is None or least <= value) and (most is None or value <= most)):
             span = f"at least {least}" if most is None else f"from {least} to {most}"
             raise _wrong(name, f"{name} must be {span}, got {value}")
         return value
@@ -123,54 +128,37 @@ def parse(raw: bytes, chat: bool, served: Served) -> Asked:
         raise ApiError(400, f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be an object, got {type(body).__name__}")
-    fields = _Fields(body)
-    for name in fields.names():
-        if name in _NEUTRAL and fields.get(name) in _NEUTRAL[name]:
-            continue
-        if name not in _OF[chat] and name not in _IGNORED:
+    fields = _Fields({name: value for name, value in body.items() if value is not None})
+    for name, value in fields.items():
+        if name not in _OF[chat] | _IGNORED and value not in _NEUTRAL.get(name, ()):
             raise _wrong(name, f"{name} is not served here: leave it out", "unsupported_parameter")
     if fields.of("model", str, "a string", served.name) != served.name:
-        raise ApiError(
-            404, f"the model {body['model']!r:.80} is not served, {served.name!r} is",
-            param="model", code="model_not_found",
-        )  # fmt: skip
-    prompt = _chat_prompt(fields, served) if chat else _prompt(fields, served)
+        raise unknown_model(body["model"])
+    prompt, name = (_chat_prompt(fields, served), "messages") if chat else (_prompt(fields, served), "prompt")
     if not prompt:
-        raise _wrong("messages" if chat else "prompt", "the prompt has no tokens")
+        raise _wrong(name, "the prompt has no tokens")
     new, left = _new_tokens(fields, chat), served.room - len(prompt)
     if (wanted := new or 1) > left:
-        raise _wrong(
-            "messages" if chat else "prompt",
-            f"the prompt has {len(prompt)} tokens and {wanted} are asked for: at most {served.room} together",
-            "context_length_exceeded",
-        )
+        why = f"the prompt has {len(prompt)} tokens and {wanted} are asked for: at most {served.room} together"
+        raise _wrong(name, why, "context_length_exceeded")
     of_stream = fields.of("stream_options", dict, "an object", {})
     if unknown := set(of_stream) - {"include_usage"}:
         raise _wrong("stream_options", f"stream_options.{min(unknown)} is not served here: leave it out")
-    request = _named(
-        lambda: Request(
-            prompt,
-            new or left,
-            sampling=_sampling(fields, served),
-            eos_token_ids=served.eos_token_ids,
-            top_logprobs=_logprobs(fields, chat),
-            adjust=_adjust(fields, served),
-        )
-    )
+    try:
+        request = Request(prompt, new or left, sampling=_sampling(fields, served), eos_token_ids=served.eos_token_ids)
+        request.top_logprobs, request.adjust = _logprobs(fields, chat), _adjust(fields, served)
+    except (ValueError, OverflowError) as error:  # whose first word is the field's name
+        raise _wrong(str(error).split()[0], str(error)) from error
     usage = of_stream.get("include_usage") is True
     return Asked(request, chat, stream=fields.flag("stream"), usage=usage, stops=_stops(fields))
 
 
+def unknown_model(name: Any) -> ApiError:
+    return ApiError(404, f"the model {name!r:.80} is not served", param="model", code="model_not_found")
+
+
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
-
-
-def _named(make: Callable[[], Any]) -> Any:
-    """Makes a thing; what is refused is named by the message's first word, as those of `serving` are."""
-    try:
-        return make()
-    except (ValueError, TypeError, OverflowError) as error:
-        raise _wrong(str(error).split()[0], str(error)) from error
 
 
 def _prompt(fields: _Fields, served: Served) -> list[int]:
@@ -291,12 +279,14 @@ class Answer:
     def __init__(self, asked: Asked, served: Served):
         self._asked, self._served, self._offset = asked, served, 0
         kind = "chatcmpl" if asked.chat else "cmpl"
-        self._object = "chat.completion" if asked.chat else "text_completion"
+        self._object, self._object_of_chunks = (
+            ("chat.completion", "chat.completion.chunk") if asked.chat else ("text_completion",) * 2
+        )
         self._head = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.name}
 
-    def first(self) -> dict[str, Any] | None:
-        """What a stream begins with."""
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}) if self._asked.chat else None
+    def first(self) -> dict[str, Any]:
+        """What a stream of a chat begins with."""
+        return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         content = {"delta": {"content": piece.text} if piece.text else {}} if self._asked.chat else {"text": piece.text}
@@ -313,10 +303,6 @@ class Answer:
             content = {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
         choice = {"index": 0, **content, "logprobs": self._logprobs(piece), "finish_reason": piece.finish}
         return {**self._head, "object": self._object, "choices": [choice], "usage": self._usage(tokens)}
-
-    @property
-    def _object_of_chunks(self) -> str:
-        return self._object + ".chunk" * self._asked.chat
 
     def _chunk(self, content: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": finish}

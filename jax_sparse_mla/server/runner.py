@@ -55,8 +55,7 @@ class Runner:
         self._thread.start()
 
     @property
-    def open(self) -> int:
-        """Requests that were taken and have not ended."""
+    def open(self) -> int:  # requests that were taken and have not ended
         return len(self._open)
 
     def refuses(self) -> Refused | None:
@@ -67,12 +66,8 @@ class Runner:
             return Refused(f"{len(self._open)} requests are served or wait: try again later", full=True)
         return None
 
-    def check(self, request: Request) -> None:
-        """Raises ValueError for a request that the engine does not serve."""
-        self.engine.scheduler.check(request)
-
     def submit(self, request: Request) -> None:
-        """Takes a request that `check` passes; its `on_end` is the runner's. Any thread may call it.
+        """Takes a request that `Scheduler.check` passes; its `on_end` is the runner's. Any thread may call it.
 
         Raises:
           Refused: too many are open, or none is taken any more.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import codecs
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 import tokenizers
@@ -22,28 +22,8 @@ LONGEST_TEMPLATE = 1_000_000  # bytes
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-class Decoder(Protocol):
-    """The text of tokens that come one by one."""
-
-    def feed(self, token: int) -> str: ...
-
-    def end(self) -> str: ...
-
-
-class Text(Protocol):
-    """A model's tokenizer. `piece` has the bytes of one token."""
-
-    template: jinja2.Template | None
-
-    def encode(self, text: str, special: bool = True) -> list[int]: ...
-
-    def decoder(self) -> Decoder: ...
-
-    def piece(self, token: int) -> bytes: ...
-
-
 class Bytes(ByteTokenizer):
-    """A `Text` of bytes; what is not UTF-8 becomes the replacement character."""
+    """The text of a model without a tokenizer: bytes. What is not UTF-8 becomes the replacement character."""
 
     def __init__(self, template: str | None = None):
         self.template = compiled(template or PLAIN_TEMPLATE, {})
@@ -51,14 +31,17 @@ class Bytes(ByteTokenizer):
     def encode(self, text: str, special: bool = True) -> list[int]:
         return super().encode(text)
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> _ByteDecoder:
         return _ByteDecoder()
 
     def piece(self, token: int) -> bytes:
+        """The bytes of one token."""
         return bytes([token]) if 0 <= token < 256 else self.decode([token]).encode()
 
 
 class _ByteDecoder:
+    """The text of tokens that come one by one: what `feed` gives, and at the end what `end` does."""
+
     def __init__(self):
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -70,7 +53,7 @@ class _ByteDecoder:
 
 
 class Tokenizer:
-    """A `Text` of a checkpoint folder: `tokenizer.json`, and `tokenizer_config.json` where there is one.
+    """The text of a checkpoint folder: `tokenizer.json`, and `tokenizer_config.json` where there is one.
 
     Args:
       template: a chat template that goes before those of the folder, `chat_template.jinja` and `tokenizer_config.json`.
@@ -89,15 +72,17 @@ class Tokenizer:
         names = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         if template is None and _has(folder, "chat_template.jinja"):
             template = path_in(folder, "chat_template.jinja").read_bytes()[:LONGEST_TEMPLATE].decode()
-        if template is None:
-            template = _default(settings.get("chat_template"))
-        self.template = None if template is None else compiled(template, {k: v for k, v in names.items() if v})
+        if template is None and isinstance(template := settings.get("chat_template"), list):
+            template = {x.get("name"): x.get("template") for x in template if isinstance(x, dict)}.get("default")
+        self.template = (
+            None if not isinstance(template, str) else compiled(template, {k: v for k, v in names.items() if v})
+        )
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         # As transformers 5 has it: tokenizer.json says which are added, not add_bos_token of tokenizer_config.json.
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> _StreamDecoder:
         return _StreamDecoder(self._tokenizer)
 
     def piece(self, token: int) -> bytes:
@@ -105,6 +90,8 @@ class Tokenizer:
 
 
 class _StreamDecoder:
+    """As `_ByteDecoder`, by a tokenizer."""
+
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
         self._waiting: list[int] = []  # tokens that make no whole character yet
@@ -116,6 +103,9 @@ class _StreamDecoder:
 
     def end(self) -> str:
         return self._tokenizer.decode(self._waiting) if self._waiting else ""
+
+
+Text = Bytes | Tokenizer
 
 
 def text_of(folder: str | None, vocab_size: int, template: str | None = None) -> Text:
@@ -187,11 +177,3 @@ def _content(token: Any) -> str:
     """A token of `tokenizer_config.json`, where it is a string or an object; empty where there is none."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else ""
-
-
-def _default(templates: Any) -> str | None:
-    """The chat template of `tokenizer_config.json`, which may be one of a list."""
-    if isinstance(templates, Iterable) and not isinstance(templates, str):
-        named = {x.get("name"): x.get("template") for x in templates if isinstance(x, dict)}
-        templates = named.get("default")
-    return templates if isinstance(templates, str) else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import os
 import sys
 import time
@@ -22,8 +23,9 @@ from jax_sparse_mla import activity
 from jax_sparse_mla.metadata import ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import kept_programs
+from jax_sparse_mla.serving import step as steps
 from jax_sparse_mla.serving.memory import check_memory, device_memory, size_of
-from jax_sparse_mla.serving.model import Caches, Model, Params
+from jax_sparse_mla.serving.model import Model, Params
 from jax_sparse_mla.serving.native import begin_to_load
 from jax_sparse_mla.serving.plan import TracedStep
 from jax_sparse_mla.serving.request import CallbackError, Logprob, Request
@@ -37,19 +39,7 @@ from jax_sparse_mla.serving.scheduler import (
     power_of_two,
     prefill_backend,
 )
-from jax_sparse_mla.serving.step import (
-    Program,
-    Result,
-    State,
-    changes_ahead,
-    copy_states,
-    empty_caches,
-    empty_state,
-    map_pages,
-    pack,
-    run_step,
-    unpack_result,
-)
+from jax_sparse_mla.serving.step import Program, Result, State
 
 # Steps that are started before the tokens of one are read. With one, a GPU waits whenever the host is late by as little
 # as a step takes; a request that ends by a token of its own has so many steps more, whose results are dropped.
@@ -59,8 +49,8 @@ SMALLEST_CHUNK = 16
 
 DROPPED = "a step of the engine was interrupted or failed, and all of its requests were dropped"
 
-_copy_states = jax.jit(copy_states, donate_argnums=0)
-_map_pages = jax.jit(map_pages, donate_argnums=0, static_argnums=2)
+_copy_states = jax.jit(steps.copy_states, donate_argnums=0)
+_map_pages = jax.jit(steps.map_pages, donate_argnums=0, static_argnums=2)
 
 
 class Engine:
@@ -180,11 +170,7 @@ class Engine:
         return jax.device_put((self._new_state(params), params), device)
 
     def _new_state(self, params: Params) -> State:
-        return empty_state(self.model, params, self.options, self.scheduler.pool)
-
-    def new_caches(self) -> Caches:
-        """Empty caches for the engine's pages and requests."""
-        return empty_caches(self.model, self.options, self.scheduler.pool)
+        return steps.empty_state(self.model, params, self.options, self.scheduler.pool)
 
     # Requests.
 
@@ -363,7 +349,7 @@ class Engine:
 
     def _pack(self, program: Program, plan: StepPlan | None) -> np.ndarray:
         """The host's array for a step; without a plan all is padding."""
-        return pack(program, plan, self.options.max_batch, self._proposals(plan))
+        return steps.pack(program, plan, self.options.max_batch, self._proposals(plan))
 
     def _traced(self, plan: StepPlan) -> TracedStep:
         pool, (_, num_requests, num_rows, *_) = self.scheduler.pool, self._bucket(plan)
@@ -399,7 +385,7 @@ class Engine:
         return plan
 
     def _unpack(self, program: Program, plan: StepPlan, packed: np.ndarray) -> Result:
-        return unpack_result(program, packed)
+        return steps.unpack_result(program, packed)
 
     def _proposals(self, plan: StepPlan | None) -> np.ndarray | None:
         if self.propose is None or plan is None or plan.mode is not ForwardMode.TARGET_VERIFY:
@@ -414,8 +400,10 @@ class Engine:
 
     def _map_ahead(self, plan: StepPlan, room: int) -> None:
         """Maps pages of a step that its array has no room for."""
-        for changes in changes_ahead(plan, room, self.options.max_batch):
-            self.map_pages(changes)
+        rows, parts = self.options.max_batch, getattr(plan, "parts", (plan,))  # those of the shares of a mesh
+        of_shares = [steps.changes_ahead(part, room, rows) if part else () for part in parts]
+        for changes in itertools.zip_longest(*of_shares, fillvalue=steps.no_changes(steps.PAGES_AHEAD, rows)):
+            self.map_pages(*changes)
 
     def map_pages(self, *of_shares: np.ndarray) -> None:
         """Maps pages before a step: int32 `[PAGES_AHEAD, 4]` of each share, padded with rows past the last."""
@@ -512,7 +500,7 @@ class Engine:
         return program, call
 
     def _jitted(self, program: Program) -> Any:
-        return jax.jit(functools.partial(run_step, program), donate_argnums=1)
+        return jax.jit(functools.partial(steps.run_step, program), donate_argnums=1)
 
 
 def _logprobs(plan: StepPlan, result: Result, ends: list[int]) -> list[list[Logprob]]:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla.layers import V4LayerParams
 from jax_sparse_mla.metadata import RequestTables
+from jax_sparse_mla.serving import step as steps
 from jax_sparse_mla.serving.checkpoint import init_params
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.memory import bytes_of_a_device, check_memory, size_of
@@ -28,19 +29,8 @@ from jax_sparse_mla.serving.params import LayerWeights
 from jax_sparse_mla.serving.quantised import JoinedRows, Quantised, join_rows, multiplied_out
 from jax_sparse_mla.serving.request import Logprob, Request
 from jax_sparse_mla.serving.sampling import Choice
-from jax_sparse_mla.serving.scheduler import Counters, EngineOptions, Scheduler, StepPlan
-from jax_sparse_mla.serving.step import (
-    PAGES_AHEAD,
-    Program,
-    Result,
-    State,
-    changes_ahead,
-    copy_states,
-    map_pages,
-    no_changes,
-    run_step,
-    unpack_result,
-)
+from jax_sparse_mla.serving.scheduler import Counters, EngineOptions, OfEach, Scheduler, StepPlan
+from jax_sparse_mla.serving.step import Program, Result, State
 
 # The axes of the mesh.
 REQUESTS, HEADS = "data", "model"
@@ -290,11 +280,7 @@ class Schedulers:
     complete = Scheduler.complete
 
     def take(
-        self,
-        plan: JointPlan,
-        tokens: Sequence[Sequence[int]],
-        margins: Sequence[Sequence[float]],
-        logprobs: Sequence[Sequence[Logprob]] | None = None,
+        self, plan: JointPlan, tokens: OfEach[int], margins: OfEach[float], logprobs: OfEach[Logprob] | None = None
     ) -> list[Request]:
         """What a callback of one share raised keeps the others from no token."""
         finished, start = [], 0
@@ -352,7 +338,7 @@ class MeshEngine(Engine):
 
     def _unpack(self, program: Program, plan: JointPlan, packed: np.ndarray) -> Result:
         shares = np.split(packed, len(plan.parts))
-        results = [(unpack_result(program, share), part) for share, part in zip(shares, plan.parts) if part]
+        results = [(steps.unpack_result(program, share), part) for share, part in zip(shares, plan.parts) if part]
 
         def joined(name: str) -> np.ndarray:
             return np.concatenate([getattr(result, name)[: len(part.requests)] for result, part in results])
@@ -371,7 +357,7 @@ class MeshEngine(Engine):
 
     def _jitted(self, program: Program) -> Any:
         step = jax.shard_map(
-            functools.partial(run_step, program),
+            functools.partial(steps.run_step, program),
             mesh=self.mesh,
             in_specs=(parameter_specs(self.params, self.mesh), P(REQUESTS), P(REQUESTS)),
             out_specs=P(REQUESTS),
@@ -384,12 +370,6 @@ class MeshEngine(Engine):
             return state, result, *others
 
         return jax.jit(on_all, donate_argnums=1)
-
-    def _map_ahead(self, plan: JointPlan, room: int) -> None:
-        rows = self.options.max_batch
-        of_shares = [changes_ahead(part, room, rows) if part else () for part in plan.parts]
-        for changes in zip_longest(*of_shares, fillvalue=no_changes(PAGES_AHEAD, rows)):
-            self.map_pages(*changes)
 
     def map_pages(self, *of_shares: np.ndarray) -> None:
         changes = jax.device_put(np.concatenate(of_shares), NamedSharding(self.mesh, P(REQUESTS)))
@@ -407,11 +387,11 @@ class MeshEngine(Engine):
 @functools.partial(jax.jit, donate_argnums=0, static_argnames=("mesh", "size"))
 def _map_on_all(tables: RequestTables, changes: jax.Array, *, mesh: Mesh, size: int) -> RequestTables:
     """changes int32 `[shares * PAGES_AHEAD, 4]`."""
-    one = functools.partial(map_pages, size=size)
+    one = functools.partial(steps.map_pages, size=size)
     return jax.shard_map(one, mesh=mesh, in_specs=P(REQUESTS), out_specs=P(REQUESTS))(tables, changes)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="mesh")
 def _copy_on_all(caches: Caches, pairs: jax.Array, *, mesh: Mesh) -> Caches:
     """pairs int32 `[shares, 2]`."""
-    return jax.shard_map(copy_states, mesh=mesh, in_specs=P(REQUESTS), out_specs=P(REQUESTS))(caches, pairs)
+    return jax.shard_map(steps.copy_states, mesh=mesh, in_specs=P(REQUESTS), out_specs=P(REQUESTS))(caches, pairs)

@@ -14,6 +14,7 @@ from jax_sparse_mla.serving import kept_programs
 from jax_sparse_mla.serving.decoder import StepInputs
 from jax_sparse_mla.serving.engine import Engine, TracedStep, options_without_search
 from jax_sparse_mla.serving.scheduler import GATHERED
+from jax_sparse_mla.serving.step import empty_caches
 
 
 class Replay:
@@ -28,7 +29,7 @@ class Replay:
 
     def __init__(self, engine: Engine, layers: Iterable[int]):
         self._engine, self._layers = engine, tuple(layers)
-        self._caches, self._programs = engine.new_caches(), {}
+        self._caches, self._programs = empty_caches(engine.model, engine.options, engine.scheduler.pool), {}
         for traced in engine.trace:
             if (key := _shape(traced)) not in self._programs:
                 self._programs[key] = self._compile(traced)

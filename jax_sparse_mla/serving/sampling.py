@@ -110,7 +110,7 @@ def _lowest_kept(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     return jnp.where(top_p < 1, lowest, -jnp.inf)
 
 
-def log_probabilities(logits: jax.Array, tokens: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def log_probs(logits: jax.Array, tokens: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of logits float32 `[B, vocab]` and tokens int32 `[B]`: log-probabilities of the tokens float32 `[B]`, the `count`
     most likely tokens int32 `[B, count]`, and their log-probabilities; fewer where the vocabulary has fewer."""
     every = jax.nn.log_softmax(logits, -1)

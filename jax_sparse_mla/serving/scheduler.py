@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,6 +35,9 @@ SMALLEST_BUCKET = 4096
 NOT_FINITE = "the model's logits are not finite: a weight or a cached key is NaN or too large"
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+OfEach = Sequence[Sequence[T]]  # of each request of a step, and each of its tokens
 
 
 def _next_tokens(request: Request, count: int) -> list[int]:
@@ -280,11 +284,7 @@ class Scheduler:
         return [request for request in requests if request.replays == turn]
 
     def complete(
-        self,
-        plan: StepPlan,
-        tokens: Sequence[Sequence[int]],
-        margins: Sequence[Sequence[float]],
-        logprobs: Sequence[Sequence[Logprob]] | None = None,
+        self, plan: StepPlan, tokens: OfEach[int], margins: OfEach[float], logprobs: OfEach[Logprob] | None = None
     ) -> list[Request]:
         """Takes the tokens that a step chose, in the order in which steps were planned.
 
@@ -308,11 +308,7 @@ class Scheduler:
         return finished
 
     def take(
-        self,
-        plan: StepPlan,
-        tokens: Sequence[Sequence[int]],
-        margins: Sequence[Sequence[float]],
-        logprobs: Sequence[Sequence[Logprob]] | None = None,
+        self, plan: StepPlan, tokens: OfEach[int], margins: OfEach[float], logprobs: OfEach[Logprob] | None = None
     ) -> list[Request]:
         """As `complete`, but keeps what a callback raised for `raised`. What it raises has left tables unfinished."""
         self._unread_steps = max(0, self._unread_steps - 1)  # a callback of another share may have dropped all

@@ -25,15 +25,7 @@ from jax_sparse_mla.serving.options import EngineOptions
 from jax_sparse_mla.serving.pages import RequestPool
 from jax_sparse_mla.serving.plan import StepPlan
 from jax_sparse_mla.serving.request import MOST_LOGPROBS, Logprob
-from jax_sparse_mla.serving.sampling import (
-    Adjusting,
-    Choice,
-    LogitsHook,
-    SamplingArrays,
-    greedy,
-    log_probabilities,
-    sample,
-)
+from jax_sparse_mla.serving.sampling import Adjusting, Choice, LogitsHook, SamplingArrays, greedy, log_probs, sample
 
 PAGES_AHEAD = 64  # that one call maps before a step
 
@@ -410,7 +402,7 @@ def _choose(program: Program, logits, positions, requests, outputs=None):
             logits = program.hook(logits, Adjusting(parameters=given, counts=outputs, temperature=temperature))
         tokens, margins = sample(logits, positions, params, cut=program.choice >= Choice.TOP_P)
     if program.choice is Choice.ALL:
-        value, top, values = log_probabilities(own, tokens, MOST_LOGPROBS)
+        value, top, values = log_probs(own, tokens, MOST_LOGPROBS)
         bits = [lax.bitcast_convert_type(x, jnp.int32) for x in (value[:, None], values)]
         logprobs = jnp.concatenate([bits[0], top, bits[1]], 1)
     return tokens, jnp.where(finite, margins, jnp.nan), logprobs

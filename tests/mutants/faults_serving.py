@@ -80,7 +80,7 @@ fault("counts-of-prompts", "penalties count the prompt",
 fault("counts-kept", "a row's counts are those of the request before, too",
       "jnp.where(starts < prompts, rows, num_rows)", "jnp.where(starts < 0, rows, num_rows)")
 fault("logprobs-of-others", "log-probabilities are those of the most likely token",
-      "log_probabilities(own, tokens, MOST", "log_probabilities(own, greedy(own)[0], MOST")
+      "log_probs(own, tokens, MOST", "log_probs(own, greedy(own)[0], MOST")
 fault("pages-ahead", "pages that are mapped before a step are not those of its own",
       "rest, plan.mapped = plan.mapped[room:], plan", "rest, plan.mapped = plan.mapped[:0], plan")
 fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_engine_faults.py")

@@ -162,6 +162,7 @@ def test_penalties_count_the_output_alone(engine, drafts):
     assert len({tuple(output) for _, output in known}) == 3 and plain.output == chosen_by_hand(TEXT[:6], 12, 0, 0, {})
 
 
+@pytest.mark.long
 def test_penalties_outlive_a_preemption_and_reused_prefixes():
     options = dataclasses.replace(OPTIONS, num_pages=13, max_batch=3, reuse_points=3, speculative_steps=0)
     engine = Engine(Smooth(), (), options)

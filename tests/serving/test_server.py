@@ -107,7 +107,7 @@ def test_stop_strings_end_the_text_before_them(server, client, stream):
     assert server.everything_is_free()
 
 
-def test_logprobs_bias_and_penalties(client):
+def test_logprobs():
     with Running(new_engine(Smooth())) as running, running.client() as smooth:
         answer = complete(smooth, prompt_of(4), 5, logprobs=2).choices[0]
         assert len(answer.logprobs.tokens) == 5 and "".join(answer.logprobs.tokens) == answer.text
@@ -116,8 +116,13 @@ def test_logprobs_bias_and_penalties(client):
             answer.logprobs.tokens, answer.logprobs.token_logprobs, answer.logprobs.top_logprobs
         ):
             assert top[token] == value == max(top.values()) and len(top) == 2
-        plain = answer.text
-        assert complete(smooth, prompt_of(4), 5).choices[0].text == plain
+        assert complete(smooth, prompt_of(4), 5).choices[0].text == answer.text
+
+
+@pytest.mark.long
+def test_draws_bias_and_penalties():
+    with Running(new_engine(Smooth())) as running, running.client() as smooth:
+        plain = complete(smooth, prompt_of(4), 5).choices[0].text
         biased = complete(smooth, prompt_of(4), 5, logit_bias={"48": 100}).choices[0]
         assert biased.text == "00000"
         drawn = {"temperature": 5.0, "top_p": 0.9}

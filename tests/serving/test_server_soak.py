@@ -18,6 +18,7 @@ openai = pytest.importorskip("openai")
 from served import Running, new_engine, prompt_of, right
 
 from jax_sparse_mla.serving.request import Request
+from jax_sparse_mla.serving.start import warm_up
 
 pytestmark = pytest.mark.long
 COUNT = int(os.environ.get("SOAK_REQUESTS", 1000))
@@ -54,6 +55,7 @@ async def ask(client, gate, rng, number):
 def test_a_thousand_requests(capsys):
     """With drafts, few pages, reused prefixes and clients that go: every text is right, no page is lost."""
     engine = new_engine(num_pages=90, max_len=160, speculative_steps=2, seed=1)
+    warm_up(engine)  # no client waits for a compiler
     rng, arrays = np.random.default_rng(0), []
 
     async def part(running, numbers):

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from jax_sparse_mla.server.errors import ApiError
-from jax_sparse_mla.server.protocol import Served, parse
+from jax_sparse_mla.server.protocol import ApiError, Served, parse
 from jax_sparse_mla.server.text import Bytes, Stops, Tokenizer, text_of
 from jax_sparse_mla.serving.adjust import Adjust
 

@@ -10,8 +10,8 @@ import time
 import openai
 from counting_model import VOCABULARY, Summing, expected
 
+from jax_sparse_mla.cli.listen import Server, bound
 from jax_sparse_mla.server.app import Api
-from jax_sparse_mla.server.listen import Server, bound
 from jax_sparse_mla.server.protocol import Served
 from jax_sparse_mla.server.text import Bytes
 from jax_sparse_mla.serving.adjust import Adjust

@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
     def drain(self) -> None:
         """Begins to end; from any thread."""
         if not self.draining:
-            self._api.drain()
+            self._api.runner.refuse("the server is shutting down")
             self._until = time.monotonic() + self._drain_seconds
             log.warning("draining: %d requests are open", self._api.runner.open)
         else:
