@@ -43,26 +43,23 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._api, self._drain_seconds, self._until = api, drain_seconds, None
-
-    @property
-    def draining(self) -> bool:
-        return self._until is not None
+        self.signals = 0
 
     def drain(self) -> None:
-        """Begins to end; from any thread."""
-        if not self.draining:
-            self._api.runner.refuse("the server is shutting down")
-            self._until = time.monotonic() + self._drain_seconds
-            log.warning("draining: %d requests are open", self._api.runner.open)
-        else:
-            self._until = 0.0
+        """Begins to end, at the next tick; from any thread, and from a signal, which may interrupt whoever holds a
+        lock."""
+        self.signals += 1
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.drain()
 
     async def on_tick(self, counter: int) -> bool:
-        if self.draining:
-            over = time.monotonic() >= self._until
+        if self.signals and self._until is None:
+            self._api.runner.refuse("the server is shutting down")
+            self._until = time.monotonic() + self._drain_seconds
+            log.warning("draining: %d requests are open", self._api.runner.open)
+        if self._until is not None:
+            over = self.signals > 1 or time.monotonic() >= self._until
             if over:
                 await asyncio.to_thread(self._api.runner.stop)
             if over or not (self._api.answering or self._api.runner.open):

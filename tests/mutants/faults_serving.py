@@ -163,6 +163,33 @@ fault("triton-hyper-connections", "Triton hyper-connections: one iteration too m
       "range(ITERATIONS - 1)", "range(ITERATIONS)")
 
 # --- PyTorch ----------------------------------------------------------------------------------------------------------
+fault = of("jax_sparse_mla/server/app.py", "tests/serving/test_server.py")
+fault("server-gone", "a client that goes is served on",
+      "gone.add_done_callback(lambda _: self._job.request.cancel())", "gone.add_done_callback(lambda _: None)")
+fault("server-end-token", "an end token's text is sent", "if token in self._eos:", "if False:")
+fault("server-usage", "a stream says more tokens than it has",
+      "        self.tokens += 1\n", "        self.tokens += 2\n")
+fault("server-key", "half a key will do", "key.strip().encode", "self._key.decode().encode")
+fault("server-body", "a body may have any size", "if len(body) > self._most_body:", "if False:")
+fault("server-content-type", "a page of any site can ask", '!= "application/json":', '== "image/png":')
+fault = of("jax_sparse_mla/server/runner.py", "tests/serving/test_server.py")
+fault("runner-coming", "what has just come when a step fails is not answered",
+      "for request in list(self._open):", "for request in ():")
+fault("runner-limit", "the queue has no end", "if len(self._open) >= self.limit:", "if False:")
+fault("runner-refusing", "a runner that has failed takes requests", "if self.refusing is not None:", "if False:")
+fault = of("jax_sparse_mla/server/protocol.py", "tests/serving/test_server.py")
+fault("protocol-unknown", "a field that is not served is ignored", 'raise _wrong(name, f"{name} is not served here',
+      'log = (name, f"{name} is not served here')
+fault("protocol-seed", "requests share a seed", "secrets.randbits(32) if seed is None else seed", "0", why="the test of draws is long")
+fault = of("jax_sparse_mla/server/text.py", "tests/serving/test_server_text.py")
+fault("stops-held", "the beginning of a stop string is sent", "(len(stop) for stop in self._stops), default=1) - 1",
+      "(len(stop) for stop in self._stops), default=1) - 2")
+fault("stops-end", "what is held back is lost", "        return self._held\n", '        return ""\n')
+fault("template-sandbox", "a chat template is not kept in a sandbox",
+      "environment = ImmutableSandboxedEnvironment(", "environment = jinja2.Environment(")
+fault = of("jax_sparse_mla/cli/listen.py", "tests/serving/test_server.py")
+fault("drain-at-once", "nothing is finished after a signal", "over = self.signals > 1 or", "over = True or")
+fault("drain-second", "a second signal is not heard", "over = self.signals > 1 or", "over =")
 fault = of("interop/sparse_mla_torch/flash_mla.py", "tests/torch_face/test_flash_mla_drop_in.py")
 fault("drop-in-empty-lse", "a row without a key has an lse of −inf, FlashMLA's is +inf",
       '_INF = float("inf")', '_INF = -float("inf")')

@@ -1,6 +1,7 @@
 """The server, by the real client of OpenAI and by raw connections: answers, refusals, ends."""
 
 import asyncio
+import dataclasses
 import json
 import socket
 import threading
@@ -13,6 +14,7 @@ openai = pytest.importorskip("openai")
 from counting_model import Smooth
 from served import Running, new_engine, prompt_of, right, wait
 
+from jax_sparse_mla.server.runner import Refused, Runner
 from jax_sparse_mla.serving.request import Request
 
 POISONED = "1?2"  # "?" has a key that is NaN
@@ -105,6 +107,21 @@ def test_stop_strings_end_the_text_before_them(server, client, stream):
     prefix = complete(client, prompt, 21, stop=[whole[20] + "!!"], stream=False)
     assert prefix.choices[0].text == whole[:21] and prefix.choices[0].finish_reason == "length"
     assert server.everything_is_free()
+
+
+def test_an_end_token_ends_the_text_before_it(server, client):
+    prompt = prompt_of(6)
+    tokens = right(prompt, 30).encode()
+    end = next(i for i in range(5, 30) if tokens[i] not in tokens[:i])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.api, "served", dataclasses.replace(server.api.served, eos_token_ids=(tokens[end],)))
+        answer = complete(client, prompt, 30, logprobs=0)
+        text, finish, usage = streamed(
+            complete(client, prompt, 30, stream=True, stream_options={"include_usage": True})
+        )
+    assert answer.choices[0].text == text == tokens[:end].decode()
+    assert answer.choices[0].finish_reason == finish == "stop" and usage == answer.usage
+    assert usage.completion_tokens == end + 1 == len(answer.choices[0].logprobs.tokens)
 
 
 def test_logprobs():
@@ -397,6 +414,8 @@ def test_a_restart_under_load():
                 outcome = error.status_code
             except openai.APIConnectionError:
                 outcome = "no server"
+            except openai.APIError:
+                outcome = "cut off"
             with lock:
                 outcomes.append(outcome)
             if outcome is not True:
@@ -408,6 +427,7 @@ def test_a_restart_under_load():
             thread.start()
         wait(lambda: len(outcomes) > 8)
         running.server.drain()
+        wait(lambda: running.api.runner.refusing)
         status, body = running.ask("GET", "/health")
         assert status == 503 and json.loads(body)["status"] == "draining"
     for thread in threads:
@@ -428,6 +448,71 @@ def test_what_does_not_finish_in_time_ends_with_an_error():
         with pytest.raises(openai.APIError, match="the server is shutting down"):
             list(stream)
     assert running.everything_is_free()
+
+
+def test_a_second_signal_ends_all_at_once():
+    engine = new_engine()
+    slow_down(engine, 0.02)
+    with Running(engine, drain=60) as running:
+        stream = complete(running.client(), prompt_of(1), 1900, stream=True)
+        next(iter(stream))
+        running.server.drain()
+        wait(lambda: running.api.runner.refusing)
+        running.server.drain()
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+    assert running.everything_is_free()
+
+
+def test_requests_come_from_any_thread():
+    told, texts = {}, {}
+
+    def notify(states, _):
+        for request, count, ended in states:
+            told[request] = count, ended
+
+    runner = Runner(new_engine(), 200, notify)
+    runner.start()
+
+    def submit(thread):
+        for number in range(thread, 120, 6):
+            prompt = prompt_of(number)
+            request = Request(list(prompt.encode()), 7)
+            texts[request] = right(prompt, 7)
+            runner.submit(request)
+
+    threads = [threading.Thread(target=submit, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait(lambda: len(told) == 120 and not runner.open)
+    assert runner.stop() and set(told.values()) == {(7, "length")}
+    assert all(bytes(request.output).decode() == text for request, text in texts.items())
+    with pytest.raises(Refused, match="shutting down"):
+        runner.submit(Request([1], 1))
+
+
+def test_what_comes_during_a_step_that_fails_is_answered():
+    engine, entered, failing, ends = new_engine(), threading.Event(), threading.Event(), []
+
+    def step():
+        entered.set()
+        failing.wait(20)
+        raise RuntimeError("the device says no")
+
+    engine.step = step
+    runner = Runner(engine, 10, lambda states, _: ends.extend((request, ended) for request, _, ended in states))
+    runner.start()
+    first, second = Request([1], 5), Request([2], 5)
+    runner.submit(first)
+    assert entered.wait(20)
+    runner.submit(second)
+    failing.set()
+    wait(lambda: len(ends) == 2)
+    assert dict(ends) == {first: "failed", second: "failed"} and "the device says no" in second.error
+    with pytest.raises(Refused, match="the device says no"):
+        runner.submit(Request([3], 1))
 
 
 def test_a_step_that_fails_answers_everybody():

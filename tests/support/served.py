@@ -59,7 +59,7 @@ class Running:
         return self
 
     def __exit__(self, *_):
-        if not self.server.draining:
+        if not self.server.signals:
             self.server.drain()
         self._thread.join(20)
         self._socket.close()
