@@ -180,7 +180,8 @@ fault("runner-refusing", "a runner that has failed takes requests", "if self.ref
 fault = of("jax_sparse_mla/server/protocol.py", "tests/serving/test_server.py")
 fault("protocol-unknown", "a field that is not served is ignored", 'raise _wrong(name, f"{name} is not served here',
       'log = (name, f"{name} is not served here')
-fault("protocol-seed", "requests share a seed", "secrets.randbits(32) if seed is None else seed", "0", why="the test of draws is long")
+fault("protocol-seed", "requests share a seed",
+      "secrets.randbits(32) if seed is None else seed", "0", why="the test of draws is long")
 fault = of("jax_sparse_mla/server/text.py", "tests/serving/test_server_text.py")
 fault("stops-held", "the beginning of a stop string is sent", "(len(stop) for stop in self._stops), default=1) - 1",
       "(len(stop) for stop in self._stops), default=1) - 2")

@@ -541,3 +541,22 @@ def test_a_step_that_fails_answers_everybody():
             complete(client, "1", 1)
         assert refused.value.status_code == 503
         assert isinstance(running.api.runner.failure, RuntimeError)
+
+
+def test_the_load_test(server, monkeypatch, tmp_path, capsys):
+    from benchmarks import serve_load
+
+    monkeypatch.setattr(serve_load, "WORDS", ["0", "12", "345"])  # tokens of this model
+    monkeypatch.setenv("OUT", str(tmp_path))
+    words = ["", "--url", server.url, "--rate", "50", "200", "--requests", "12", "--prompt", "20", "--new-tokens", "6"]
+    monkeypatch.setattr("sys.argv", words)
+    assert serve_load.main() == 0
+    rows = json.loads((tmp_path / "serve_load.json").read_text())["rows"]
+    assert [(row["rate"], row["done"], row["refused"], row["failed"]) for row in rows] == [
+        (50, 12, 0, 0),
+        (200, 12, 0, 0),
+    ]
+    for row in rows:
+        assert 0 < row["first_token_ms"]["p50"] <= row["first_token_ms"]["p99"] < 20_000
+        assert row["between_tokens_ms"]["p50"] >= 0 and row["requests_per_s"] > 0
+    assert server.everything_is_free() and "first token: p50" in capsys.readouterr().out
