@@ -127,6 +127,7 @@ def new_api(args: argparse.Namespace, key: str | None = None, template: str | No
     from jax_sparse_mla.serving.adjust import Adjust
     from jax_sparse_mla.serving.model import generation_config
     from jax_sparse_mla.serving.options import EngineOptions
+    from jax_sparse_mla.serving.presets import DEFAULT_PRESET
     from jax_sparse_mla.serving.start import sized, warm_up
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # nobody shares the device
@@ -159,7 +160,7 @@ def new_api(args: argparse.Namespace, key: str | None = None, template: str | No
             print(f"programs   {warm_up(engine)}, all compiled")
     defaults = {} if args.model is None else generation_config(args.model)
     served = Served(
-        name=args.name or (Path(args.model).resolve().name if args.model else args.preset or "v4"),
+        name=args.name or (Path(args.model).resolve().name if args.model else args.preset or DEFAULT_PRESET),
         text=text_of(args.model, model.vocab_size, template),
         hook=hook,
         eos_token_ids=tuple(setup.eos_token_ids),
