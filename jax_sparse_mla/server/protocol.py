@@ -16,7 +16,7 @@ from jax_sparse_mla.server.text import Text
 from jax_sparse_mla.serving.adjust import Adjust
 from jax_sparse_mla.serving.request import MOST_LOGPROBS, Logprob, Request, Sampling
 
-MOST_STOPS = 16
+MOST_STOPS, LONGEST_STOP = 16, 256
 NEW_TOKENS = 16  # of a completion that does not say how many, as OpenAI has it
 
 # Fields that may be there with a value that asks for nothing. Whoever is asked for more refuses them by name.
@@ -256,8 +256,8 @@ def _adjust(fields: _Fields, served: Served) -> tuple[float, ...]:
 def _stops(fields: _Fields) -> tuple[str, ...]:
     stops = fields.of("stop", (str, list), "a text or a list of texts", [])
     stops = [stops] if isinstance(stops, str) else stops
-    if len(stops) > MOST_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
-        raise _wrong("stop", f"stop must be at most {MOST_STOPS} texts, none of them empty")
+    if len(stops) > MOST_STOPS or not all(isinstance(stop, str) and 0 < len(stop) <= LONGEST_STOP for stop in stops):
+        raise _wrong("stop", f"stop must be at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters")
     return tuple(stops)
 
 

@@ -134,6 +134,15 @@ def test_logprobs_are_those_of_the_models_logits(engine, drafts):
             np.testing.assert_allclose([value for _, value in logprob.top], every[best], atol=1e-4)
 
 
+@pytest.mark.long
+def test_logprobs_need_no_hook():
+    engine = Engine(Smooth(), (), dataclasses.replace(OPTIONS, logits_hook=None, speculative_steps=0))
+    (request,) = run(engine, Request(TEXT[:5], 3, top_logprobs=1))
+    assert [logprob.top[0][0] for logprob in request.logprobs] == request.output
+    with pytest.raises(ValueError, match="the engine's logits_hook takes 0"):
+        engine.submit(Request([1], 1, adjust=(1.0,)))
+
+
 def chosen_by_hand(prompt, count, presence, frequency, bias):
     tokens = list(prompt)
     for _ in range(count):

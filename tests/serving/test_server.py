@@ -198,6 +198,7 @@ BAD = [
     ({"stop": ""}, "stop", "stop must be"),
     ({"stop": [1]}, "stop", "stop must be"),
     ({"stop": ["x"] * 17}, "stop", "stop must be"),
+    ({"stop": "x" * 257}, "stop", "stop must be"),
     ({"stream": "yes"}, "stream", "stream must be true or false"),
     ({"stream_options": {"x": 1}}, "stream_options", "stream_options.x"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias must have"),
