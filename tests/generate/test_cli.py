@@ -199,7 +199,7 @@ def test_the_oldest_transformers_is_the_extra_s():
 
 
 def test_a_command_is_required(capsys):
-    for args in ([], ["serve"]):
+    for args in ([], ["no_command"]):
         with pytest.raises(SystemExit) as exit_:
             main(args)
         assert exit_.value.code == 2
