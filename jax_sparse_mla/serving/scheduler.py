@@ -28,7 +28,7 @@ from jax_sparse_mla.serving.plan import StepPlan
 from jax_sparse_mla.serving.prefix import Match, PrefixCache, page_digests
 from jax_sparse_mla.serving.request import ABORTED, CANCELLED, FAILED, LENGTH, STOP, Logprob, Request
 
-# The smallest width of a step's page tables, in tokens; wider ones are powers of two.
+# The smallest width of a step's page tables, in tokens, but for `smallest_bucket`; wider ones are powers of two.
 SMALLEST_BUCKET = 4096
 
 # `Request.error` of a request whose step made logits that are not finite.
@@ -80,6 +80,7 @@ class Scheduler:
         self.selecting = selecting
         self.counters = Counters()
         self.pool = self._new_pool()
+        self._widest = 0  # tokens that a request may come to, of all since there was none
         self._served: dict[Request, None] = {}  # those whose end has not been told, in order
         self._raised: BaseException | None = None  # by a callback
         self._begin()
@@ -175,6 +176,8 @@ class Scheduler:
         self.check(request)
         if request.row is not None and self._pages_for(request.computed) > len(self.pool.pages_of(request.row)):
             raise ValueError("the request's pages are not kept any more: import it again")
+        whole = len(request.prompt) + request.max_new_tokens - 1  # the last token is not read
+        self._widest = whole if self.idle else max(self._widest, whole)
         request.submitted, request.ended = True, None
         if request.row is None:
             self.waiting.append(request)
@@ -516,7 +519,17 @@ class Scheduler:
         """The table width for `max_len` tokens: a power of two, so that few widths compile."""
         if self.options.batch_invariant:
             return self.pool.req_to_token.shape[1]
-        return min(max(SMALLEST_BUCKET, power_of_two(max_len)), self.pool.req_to_token.shape[1])
+        least = smallest_bucket(self.spec)
+        if self._widest > least:  # so that a request's growth compiles nothing
+            least = SMALLEST_BUCKET
+        return min(max(least, power_of_two(max_len)), self.pool.req_to_token.shape[1])
+
+
+def smallest_bucket(spec: ModelSpec) -> int:
+    """The smallest width of a step's page tables, in tokens: where an indexer selects all of them, layers compute no
+    logits and no top-k."""
+    tokens = min((spec.index_topk * max(kind.ratio, 1) for kind in spec.kinds if kind.selects == "own"), default=0)
+    return min(tokens, SMALLEST_BUCKET) if 1024 <= tokens == power_of_two(tokens) else SMALLEST_BUCKET
 
 
 def power_of_two(count: int) -> int:

@@ -14,7 +14,7 @@ from jax_sparse_mla.serving.memory import NotEnoughMemory, free_memory, size_of
 from jax_sparse_mla.serving.model import Model, Params
 from jax_sparse_mla.serving.options import EngineOptions
 from jax_sparse_mla.serving.sampling import Choice
-from jax_sparse_mla.serving.scheduler import SMALLEST_BUCKET, Scheduler
+from jax_sparse_mla.serving.scheduler import Scheduler, smallest_bucket
 from jax_sparse_mla.serving.step import PAGES_AHEAD, empty_state, no_changes
 
 
@@ -63,7 +63,7 @@ def all_programs(engine: Engine) -> Iterator[tuple]:
     options, page = engine.options, engine.spec.page_size
     rows_of_tables, pool = options.max_batch, getattr(engine.scheduler, "shares", [engine.scheduler])[0].pool
     longest = pool.req_to_token.shape[1]
-    widths = _doubled(SMALLEST_BUCKET, longest)
+    widths = _doubled(smallest_bucket(engine.spec), longest)
     chunks, requests = _doubled(SMALLEST_CHUNK, options.chunk_size), _doubled(1, rows_of_tables)
     choices = list(Choice)
     if options.batch_invariant:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax_sparse_mla import DEEPSEEK_V4_FLASH, DEEPSEEK_V32, ForwardMode
 from jax_sparse_mla.serving.mesh import Schedulers
 from jax_sparse_mla.serving.request import Request, Sampling
-from jax_sparse_mla.serving.scheduler import EngineOptions, Scheduler
+from jax_sparse_mla.serving.scheduler import EngineOptions, Scheduler, smallest_bucket
 
 VOCABULARY = 50
 # Small pages, so that short requests fill several. The model with a window carries the last tokens in a ring.
@@ -420,6 +420,20 @@ def test_batch_invariant_steps_hang_on_nobody_else():
     ]
     read = [(plan.requests, plan.counts.tolist()) for plan in plans if plan.mode is ForwardMode.EXTEND]
     assert read == [(requests[:1], [3]), (requests[1:], [8]), (requests[1:], [1])]
+
+
+def test_page_tables_are_as_wide_as_what_is_selected_while_no_request_is_longer():
+    """A request's own growth compiles no other program: what it may come to decides, from its first step on."""
+    scheduler = Scheduler(DEEPSEEK_V32, EngineOptions(max_batch=2, max_len=9000, chunk_size=2048), VOCABULARY)
+    assert smallest_bucket(DEEPSEEK_V32) == smallest_bucket(DEEPSEEK_V4_FLASH) == 2048
+
+    def widths(*lengths):
+        return [plan.max_seq_len for plan in serve(scheduler, [Request([1] * n, 3) for n in lengths])]
+
+    assert set(widths(2046, 7)) == {2048}
+    assert set(widths(2047)) == set(widths(7, 2047)) == {4096}
+    assert set(widths(7)) == {2048}
+    assert [*dict.fromkeys(widths(4095))] == [4096, 8192]
 
 
 def test_a_request_larger_than_the_pool_is_refused():
