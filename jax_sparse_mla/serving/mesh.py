@@ -66,10 +66,10 @@ def new_mesh(shares: int, devices: int) -> Mesh:
 
 def parameter_specs(params: Params, mesh: Mesh) -> Any:
     """The PartitionSpec of each parameter that `cut_model` places: whole on every device if one has all heads."""
-    cut = mesh.shape[HEADS] > 1
+    n = mesh.shape[HEADS]
 
     def spec(path, x):
-        dim = _cut_axis(path, x) if cut else None
+        dim = _cut_axis(path, x) if n > 1 and _is_shareable(path, x, n) else None
         # Of a quantised weight, values and scales are cut alike.
         return jax.tree.map(lambda _: P() if dim is None else P(*dim * [None], HEADS), x)
 
@@ -79,6 +79,12 @@ def parameter_specs(params: Params, mesh: Mesh) -> Any:
 def _cut_axis(path: tuple, x: Any) -> int | None:
     """The dimension of a parameter that is cut, None: it is whole."""
     return _CUT.get((getattr(path[-1], "name", None), x.ndim))
+
+
+def _is_shareable(path: tuple, x: Any, n: int) -> bool:
+    """Whether n devices can share a parameter as it is; `_placed` multiplies out a quantised weight that they cannot."""
+    dim = _cut_axis(path, x) if isinstance(x, Quantised) else None
+    return dim is None or x.divides(dim, n)
 
 
 def _is_weight(x: Any) -> bool:
@@ -154,8 +160,7 @@ def _placed(model: Model, params: Params, mesh: Mesh) -> Params:
         return dataclasses.replace(of_ratio, attn_sink=jnp.swapaxes(by_layer, 0, 1).reshape(-1))
 
     def shareable(path: tuple, x: Any) -> Any:
-        dim = _cut_axis(path, x) if isinstance(x, Quantised) else None
-        return x if dim is None or x.divides(dim, n) else multiplied_out(x)
+        return x if _is_shareable(path, x, n) else multiplied_out(x)
 
     if n > 1:
         attention = params.attention
