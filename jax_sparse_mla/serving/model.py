@@ -32,6 +32,7 @@ from jax_sparse_mla.serving.decoder import (
     layer_params,
 )
 from jax_sparse_mla.serving.kda import KDAState
+from jax_sparse_mla.serving.kept_programs import signature
 from jax_sparse_mla.serving.layers import matmul
 from jax_sparse_mla.serving.params import LayerParams, LoopedLayers, ModelParams, Run, joined, runs_of
 from jax_sparse_mla.serving.tensors import random_host_arrays
@@ -249,8 +250,11 @@ class Model:
         take the place of a layer's cache as a constant.
         """
         config, layers = self.config, range(self.num_layers)
-        runs = runs_of([config.layer_kind(i) for i in layers]) if config.loops else ()
-        if isinstance(params.layers, LoopedLayers) or all(run.times == 1 for run in runs):
+        if isinstance(params.layers, LoopedLayers) or not config.loops:
+            return params
+        # A checkpoint may have one layer in FP8 and the next one in bfloat16.
+        runs = runs_of([(config.layer_kind(i), signature(params.layers[i])) for i in layers])
+        if all(run.times == 1 for run in runs):
             return params
 
         def stacked(run: Run, j: int) -> Any:

@@ -1,6 +1,7 @@
 """Quantised weights: what they stand for against torch's casts, products against float64 of the same stored weights,
 joins and cuts, and an engine's tokens."""
 
+import dataclasses
 import json
 import pickle
 
@@ -130,6 +131,20 @@ def test_a_quantised_weight_is_kept_like_an_array():
     copy = jax.tree.map(jnp.copy, one)
     out = jax.jit(lambda x: jax.tree.map(lambda part: part[::-1], x), donate_argnums=0)(copy)
     assert all(x.is_deleted() for x in jax.tree.leaves(copy)) and out.shape == one.shape
+
+
+def test_layers_of_other_formats_are_in_no_loop():
+    """A checkpoint may have layers in FP8 beside others in bfloat16, or with scales of another dtype."""
+    only = dict(num_hidden_layers=4, layer_types=["sliding_attention"] * 4, mlp_layer_types=["moe"] * 4)
+    model = Model.from_config(CONFIGS["v4"] | only)
+    params = model.init_params(0, as_stored=True)
+    first, second, third, fourth = params.layers
+    fourth = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.uint8 else x, fourth)
+    params = dataclasses.replace(params, layers=[first, second, without_quantised(third), fourth])
+    looped = model.looped(params).layers
+    assert looped.runs == (Run(0, 1, 2), Run(2), Run(3))
+    for i, layer in enumerate(params.layers):
+        jax.tree.map(np.testing.assert_array_equal, looped[i], layer)
 
 
 @pytest.mark.parametrize(
