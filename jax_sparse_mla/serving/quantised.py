@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from jax import lax
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.kv_cache.quantize import bits_to_float32, e2m1_values, times_ue8m0
 from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.transforms import differentiated_as
 from jax_sparse_mla.launch.triton_call import launching
 from jax_sparse_mla.serving.config import WEIGHT_BLOCK
 
@@ -162,11 +164,11 @@ def kernel_serves(x: jax.Array, weight: Weight) -> bool:
 
 
 def stored_product(plain: Callable[..., jax.Array], x: jax.Array, weight: Quantised, *which: jax.Array, **static: Any):
-    """`quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`."""
+    """`quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`, whose derivatives it has."""
 
     def kernel(x: jax.Array, *others: Any) -> jax.Array:
         if weight.format is WeightFormat.FP4:  # even values first
             x = x.reshape(x.shape[0], -1, 2).swapaxes(1, 2).reshape(x.shape)
         return launching("serving.quantised_triton.product", **static)(x, *others)
 
-    return dispatch(kernel, plain, x, weight, *which)
+    return differentiated_as(functools.partial(dispatch, kernel, plain), plain)(x, weight, *which)
