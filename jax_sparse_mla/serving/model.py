@@ -361,6 +361,17 @@ def load(folder: str | os.PathLike[str], *, draft_layer: bool = True, as_stored:
         folder or one without the tensor, a link out of the folder (but for those of Hugging Face's cache), or what
         `Model.from_config` raises. Tensors that are missing, unknown, stored twice or of a wrong shape, by name.
     """
+    config, arrays = read_folder(folder)
+    with files.named(folder):
+        options = {"draft_layer": draft_layer, "as_stored": as_stored}
+        return Model(config), checkpoint.from_named_arrays(config, arrays, **options)
+
+
+def read_folder(folder: str | os.PathLike[str]) -> tuple[Config, dict[str, Any]]:
+    """The config of a checkpoint folder and its tensors by name, which are read when they are used.
+
+    Raises what `load` raises of them.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no checkpoint folder {folder}")
@@ -371,10 +382,7 @@ def load(folder: str | os.PathLike[str], *, draft_layer: bool = True, as_stored:
     if generation.get("eos_token_id") is not None:
         with files.named(folder / files.GENERATION_CONFIG):
             config = dataclasses.replace(config, eos_token_ids=eos_token_ids(generation["eos_token_id"]))
-    arrays = files.map_folder(folder)
-    with files.named(folder):
-        options = {"draft_layer": draft_layer, "as_stored": as_stored}
-        return Model(config), checkpoint.from_named_arrays(config, arrays, **options)
+    return config, files.map_folder(folder)
 
 
 def generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:

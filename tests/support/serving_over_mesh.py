@@ -9,19 +9,25 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
+import unittest.mock
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from released_checkpoints import FP4_CONFIG, quantised, released_v4, write
 from toy_model import ToyModel
 from virtual_devices import assert_refused, report, run_cases
 
 from jax_sparse_mla.attention import context_parallel_decode, cut_pages, sparse_mla_decode
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
-from jax_sparse_mla.serving import Model
+from jax_sparse_mla.serving import Model, load, memory
+from jax_sparse_mla.serving import mesh as mesh_module
 from jax_sparse_mla.serving.engine import SMALLEST_CHUNK, Engine
 from jax_sparse_mla.serving.mesh import (
     HEADS,
@@ -29,6 +35,7 @@ from jax_sparse_mla.serving.mesh import (
     MeshEngine,
     cut_model,
     init_cut_params,
+    load_cut,
     new_mesh,
     parameter_specs,
 )
@@ -213,6 +220,39 @@ def made_cut():
             np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+def loaded():
+    """From a folder, layer by layer: as cut from the whole model. No device of the mesh has a weight whole that is cut,
+    and the host gathers no layers."""
+    config = WINDOWS | dict(num_hidden_layers=4, layer_types=["sliding_attention"] * 4, mlp_layer_types=["moe"] * 4)
+    arrays = Model.from_config(config).random_arrays(0)
+    stored = released_v4(quantised(arrays, ml_dtypes.float8_e8m0fnu, fp4_experts=True)[1])
+    mesh = Mesh(np.array(jax.devices()[2:]).reshape(1, 2), (REQUESTS, HEADS))  # the first device is the host's
+    shardings, on_host, on_mesh = mesh_module._shardings, [], set()
+
+    def watching(params, mesh):
+        shards = [shard for x in jax.live_arrays() for shard in x.addressable_shards]
+        on_host.append(sum(shard.data.nbytes for shard in shards if shard.device == jax.devices()[0]))
+        on_mesh.update(shard.data.shape for shard in shards if shard.device in mesh.devices)
+        return shardings(params, mesh)
+
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), config | FP4_CONFIG, stored)
+        for as_stored in (True, False):
+            on_host.clear()
+            with unittest.mock.patch.object(mesh_module, "_shardings", watching):
+                model, params = load_cut(folder, mesh, as_stored=as_stored)
+            *of_layers, _ = on_host  # a copy to the devices may be under way
+            assert len(of_layers) == 4, on_host
+            assert max(of_layers) - min(of_layers) < 1.5 * memory.size_of(params.layers[0]), on_host
+            wanted_model, wanted = cut_model(*load(folder, as_stored=as_stored), mesh)
+            assert model == wanted_model and jax.tree.structure(params) == jax.tree.structure(wanted)
+            for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(wanted)):
+                np.testing.assert_array_equal(x, y)
+                assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+                assert x.sharding.is_fully_replicated or x.shape not in on_mesh, x.shape
+            on_mesh.clear()
+
+
 def refusals():
     model = Model.from_config(V4)
     params = jax.eval_shape(lambda: model.init_params(seed=0))
@@ -227,7 +267,7 @@ def refusals():
         assert_refused(call, words)
 
 
-_CASES = v4, v4_requests, v4_heads, glm53, v32, drafts_and_prefixes, draft_layers, made_cut, windows, refusals
+_CASES = v4, v4_requests, v4_heads, glm53, v32, drafts_and_prefixes, draft_layers, made_cut, loaded, windows, refusals
 CASES = {case.__name__: case for case in _CASES}
 
 
