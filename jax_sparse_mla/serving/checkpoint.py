@@ -52,9 +52,9 @@ def from_named_arrays(
       draft_layer: whether to read the draft layer if there is one. Further ones and drafters of another form are left
         out. What the config says does not count: transformers says one and saves none.
       as_stored: whether weights that products read stay FP8 and FP4 (`Quantised`); else all are multiplied out.
-      place: takes each layer that the host has read to where it belongs, before the next one is read. None: all is
-        read to the default device.
-      devices: how many devices share the weights at most.
+      place: takes a layer that the host has read to the devices, before the host reads the next one. None: all goes to
+        the default device.
+      devices: among how many the weights are cut.
 
     Raises:
       ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
@@ -79,7 +79,8 @@ def from_named_arrays(
         raise ValueError(f"checkpoint: embed_tokens.weight must be bfloat16 or float32, got {dtype}")
     kept = kept if as_stored else set()
     needed = sum(_bytes(stored, name, shape, dtype, name in kept) for name, shape in shapes.items())
-    check_memory("the weights need" if devices == 1 else "a device's part of the weights needs", needed // devices)
+    what = "the weights need" if devices == 1 else "a device's part of the weights needs at least"
+    check_memory(what, needed // devices)
 
     def get(name: str, shape: Shape, dtype: Any, is_product: bool) -> Any:
         return _tensor(stored, name, shape, dtype, as_stored and is_product)

@@ -220,12 +220,17 @@ def made_cut():
             np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+def write_v4(folder, config):
+    """A released checkpoint of random weights, FP8 and FP4."""
+    arrays = Model.from_config(config).random_arrays(0)
+    stored = quantised(arrays, ml_dtypes.float8_e8m0fnu, fp4_experts=True)[1]
+    write(Path(folder), config | FP4_CONFIG, released_v4(stored))
+
+
 def loaded():
     """From a folder, layer by layer: as cut from the whole model. No device of the mesh has a weight whole that is cut,
     and the host gathers no layers."""
     config = WINDOWS | dict(num_hidden_layers=4, layer_types=["sliding_attention"] * 4, mlp_layer_types=["moe"] * 4)
-    arrays = Model.from_config(config).random_arrays(0)
-    stored = released_v4(quantised(arrays, ml_dtypes.float8_e8m0fnu, fp4_experts=True)[1])
     mesh = Mesh(np.array(jax.devices()[2:]).reshape(1, 2), (REQUESTS, HEADS))  # the first device is the host's
     shardings, on_host, on_mesh = mesh_module._shardings, [], set()
 
@@ -236,7 +241,7 @@ def loaded():
         return shardings(params, mesh)
 
     with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), config | FP4_CONFIG, stored)
+        write_v4(folder, config)
         for as_stored in (True, False):
             on_host.clear()
             with unittest.mock.patch.object(mesh_module, "_shardings", watching):
@@ -251,6 +256,8 @@ def loaded():
                 assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
                 assert x.sharding.is_fully_replicated or x.shape not in on_mesh, x.shape
             on_mesh.clear()
+        with unittest.mock.patch.object(memory, "device_memory", lambda: 1 << 20):
+            assert_refused(lambda: load_cut(folder, mesh), "a device's part of the weights needs at least 0.0 GiB")
 
 
 def refusals():
