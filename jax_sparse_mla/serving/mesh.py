@@ -163,13 +163,13 @@ def _shardings(params: Params, mesh: Mesh) -> Any:
 
 
 def _placed(model: Model, params: Params, mesh: Mesh) -> Params:
-    """Parameters on their devices, from arrays of any place."""
-    n, draft = mesh.shape[HEADS], params.draft
-    if draft is not None:
-        layer = dataclasses.replace(draft.layer, weights=_in_pieces(model, draft.layer.weights, n))
-        draft = dataclasses.replace(draft, layer=layer)
-    layers = [_in_pieces(model, weights, n) for weights in params.layers]
-    return _put(model, dataclasses.replace(params, layers=layers, draft=draft), mesh)
+    """Parameters on their devices, from arrays of any place; any pytree where heads are not cut."""
+    if (n := mesh.shape[HEADS]) > 1:
+        params = dataclasses.replace(params, layers=[_in_pieces(model, weights, n) for weights in params.layers])
+        if (draft := params.draft) is not None:
+            layer = dataclasses.replace(draft.layer, weights=_in_pieces(model, draft.layer.weights, n))
+            params = dataclasses.replace(params, draft=dataclasses.replace(draft, layer=layer))
+    return _put(model, params, mesh)
 
 
 def _in_pieces(model: Model, weights: LayerWeights, n: int) -> LayerWeights:

@@ -28,7 +28,7 @@ from jax_sparse_mla.serving.config import WEIGHT_BLOCK
 
 
 class WeightFormat(enum.Enum):
-    """A format: how many values a byte holds, and of how many rows and columns of a checkpoint's weight a scale is."""
+    """How many values a byte holds, and how many rows and columns of a checkpoint's weight share a scale."""
 
     FP4 = 2, 1, 32  # e2m1, the even value in the low nibble
     FP8 = 1, *WEIGHT_BLOCK  # e4m3
@@ -60,7 +60,13 @@ class Quantised:
 
     @classmethod
     def stored(cls, form: WeightFormat, values: np.ndarray, scales: np.ndarray, dtype: Any) -> Quantised:
-        """Of a checkpoint's bytes and scales, on the device."""
+        """A checkpoint's weight on the device.
+
+        Args:
+          values: uint8 `[…, out, in / per_byte]`.
+          scales: UE8M0 bytes, uint8, or float32, `[…, ⌈out / form.rows⌉, ⌈in / group⌉]`.
+          dtype: of the numbers that the weight stands for.
+        """
         rows = math.gcd(form.rows, values.shape[-2])  # a last block that is cut short divides the scales' rows
         if rows < form.rows:
             scales = np.repeat(scales, form.rows // rows, axis=-2)[..., : values.shape[-2] // rows, :]
