@@ -121,7 +121,8 @@ def load_cut(
     folder: str | os.PathLike[str], mesh: Mesh, *, draft_layer: bool = True, as_stored: bool = True
 ) -> tuple[Model, Params]:
     """As `cut_model` with what `load` returns, but layer by layer: the host reads a layer and gives each device its own
-    part. No device has a weight whole that is cut, and the host has room for a layer, the embedding and the logits.
+    part. No device has a weight whole that is cut, and the host has room for a layer, the embedding and the logits'
+    weights. Where JAX was started without a CPU, the default device stands for the host.
 
     Raises:
       FileNotFoundError, ValueError: what `load` and `cut_model` raise; a device's part of the weights does not fit it.

@@ -143,6 +143,13 @@ fault("kda-fresh", "a new request begins with the state of the one before", "fre
 fault = of("jax_sparse_mla/serving/hyper_connections_triton.py", "tests/serving/test_hyper_connections_triton.py")
 fault("triton-hyper-connections", "Triton hyper-connections: one iteration too many",
       "range(ITERATIONS - 1)", "range(ITERATIONS)")
+fault = of("jax_sparse_mla/serving/quantised.py", "tests/serving/test_quantised.py")
+fault("quantised-part", "a part of a quantised weight has the first rows' scales",
+      "scales[start // rows : stop // rows]", "scales[: (stop - start) // rows]")
+fault = of("jax_sparse_mla/serving/quantised_triton.py", "tests/serving/test_quantised_triton.py")
+fault("quantised-scale-rows", "every scale of FP8 is taken for 128 rows", "n // SCALE_ROWS", "n // 128")
+fault = of("jax_sparse_mla/serving/model.py", "tests/serving/test_quantised.py")
+fault("loop-formats", "layers whose weights have other formats are one loop", "signature(params.layers[i])", "None")
 
 # --- PyTorch ----------------------------------------------------------------------------------------------------------
 fault = of("interop/sparse_mla_torch/flash_mla.py", "tests/torch_face/test_flash_mla_drop_in.py")

@@ -46,8 +46,11 @@ def random(*shape, seed=0, scale=0.1):
 
 
 def fp8(rows, columns, *, scales=E8M0, seed=0):
-    """A weight and what torch makes of the same bytes: e4m3 numbers times their blocks' scales, in bfloat16."""
-    values, scale = to_fp8(random(rows, columns, seed=seed), scales)
+    """A weight and what torch makes of the same bytes: e4m3 numbers times their blocks' scales, in bfloat16. Blocks
+    beside each other have different scales."""
+    blocks = -(-rows // 128), -(-columns // 128)
+    sizes = np.kron(2.0 ** (np.arange(np.prod(blocks)) % 5).reshape(blocks), np.ones((128, 128)))
+    values, scale = to_fp8(random(rows, columns, seed=seed) * sizes[:rows, :columns], scales)
     if scales is np.float32:
         scale = scale * np.random.default_rng(seed).uniform(0.6, 1, scale.shape).astype(np.float32)
     numbers = torch.tensor(values.view(np.uint8)).view(torch.float8_e4m3fn).float()
