@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from released_checkpoints import FP4_CONFIG, quantised, released_v4, write
+from released_checkpoints import FP4_CONFIG, quantised, released_v4, without_quantised, write
 from toy_model import ToyModel
 from virtual_devices import assert_refused, report, run_cases
 
@@ -40,6 +40,7 @@ from jax_sparse_mla.serving.mesh import (
     parameter_specs,
 )
 from jax_sparse_mla.serving.presets import CONFIGS
+from jax_sparse_mla.serving.quantised import Quantised
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
@@ -220,6 +221,25 @@ def made_cut():
             np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+def scales():
+    """Each device multiplies its part out to the part of the multiplied-out weight, where all scales differ."""
+    for config, shape in ((V4, (2, 2)), (V32, (1, 4))):
+        model, mesh, rng = Model.from_config(config), mesh_of(*shape), np.random.default_rng(0)
+
+        def differing(x, rng=rng):
+            if not isinstance(x, Quantised):
+                return x
+            return dataclasses.replace(x, scales=jnp.asarray(rng.integers(100, 140, x.scales.shape, np.uint8)))
+
+        params = model.init_params(seed=0, dtype=jnp.float32, as_stored=True)
+        params = jax.tree.map(differing, params, is_leaf=lambda x: isinstance(x, Quantised))
+        cut, wanted = (cut_model(model, x, mesh)[1] for x in (params, without_quantised(params)))
+        assert any(x.dtype == jnp.uint8 and not x.sharding.is_fully_replicated for x in jax.tree.leaves(cut))
+        given, out = (parameter_specs(x, mesh) for x in (cut, wanted))
+        found = jax.shard_map(without_quantised, mesh=mesh, in_specs=(given,), out_specs=out)
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(found)(cut), wanted)
+
+
 def write_v4(folder, config):
     """A released checkpoint of random weights, FP8 and FP4."""
     arrays = Model.from_config(config).random_arrays(0)
@@ -274,7 +294,20 @@ def refusals():
         assert_refused(call, words)
 
 
-_CASES = v4, v4_requests, v4_heads, glm53, v32, drafts_and_prefixes, draft_layers, made_cut, loaded, windows, refusals
+_CASES = (
+    v4,
+    v4_requests,
+    v4_heads,
+    glm53,
+    v32,
+    drafts_and_prefixes,
+    draft_layers,
+    made_cut,
+    scales,
+    loaded,
+    windows,
+    refusals,
+)
 CASES = {case.__name__: case for case in _CASES}
 
 
