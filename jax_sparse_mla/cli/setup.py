@@ -21,8 +21,8 @@ from jax_sparse_mla.packages import why_not
 from jax_sparse_mla.serving import presets
 from jax_sparse_mla.serving.engine import Engine, EngineOptions
 from jax_sparse_mla.serving.files import read_json
-from jax_sparse_mla.serving.memory import bytes_of_a_device, check_host_memory, check_memory, size_of
-from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model, new_mesh
+from jax_sparse_mla.serving.memory import bytes_of_a_device, check_host_memory, check_memory, host_device, size_of
+from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model, load_cut, new_mesh
 from jax_sparse_mla.serving.model import Model, generation_config, load
 from jax_sparse_mla.serving.native import begin_to_load
 from jax_sparse_mla.serving.request import Request
@@ -54,9 +54,8 @@ class Setup:
                 raise FileNotFoundError(f"no checkpoint folder {args.model}")
             self._print_start()
             self._load_check("load_checkpoint", args.model)
-            self.model, self.params = load(
-                args.model, draft_layer=bool(args.speculative_steps), as_stored=not args.multiply_out
-            )
+            options = {"draft_layer": bool(args.speculative_steps), "as_stored": not args.multiply_out}
+            self.model, self.params = self._load(args.model, **options)
         else:
             self.name = f"preset {preset}, seed {args.seed} (random weights)"
             self._print_start()
@@ -78,6 +77,9 @@ class Setup:
         if isinstance(tokenizer, presets.ByteTokenizer):
             print(f"warning    {self._folder} has no tokenizer: text goes in and out as bytes")
         return tokenizer
+
+    def _load(self, folder: str, **options: bool) -> tuple[Model, Any]:
+        return load(folder, **options)
 
     def _print_sampling(self, folder: str) -> None:
         """Says which settings of a checkpoint's `generation_config.json` greedy decoding does not take."""
@@ -137,10 +139,16 @@ class MeshSetup(Setup):
     def __init__(self, args: argparse.Namespace, check: Check | None):
         choose_device(args.device)
         self.mesh = new_mesh(*args.mesh)
-        with jax.default_device(_host()):  # no device needs room for the whole model, but for the check
+        # No device needs room for the whole model, but for the check; nor does the host.
+        self._in_parts = args.no_check and args.model is not None
+        with jax.default_device(None if self._in_parts else host_device()):
             super().__init__(args, check)
             self.whole = None if args.no_check else (self.model, self.params)
-            self.model, self.params = cut_model(self.model, self.params, self.mesh)
+            if not self._in_parts:
+                self.model, self.params = cut_model(self.model, self.params, self.mesh)
+
+    def _load(self, folder: str, **options: bool) -> tuple[Model, Any]:
+        return load_cut(folder, self.mesh, **options) if self._in_parts else load(folder, **options)
 
     def _print_start(self) -> None:
         shares, devices = self.mesh.shape[REQUESTS], self.mesh.shape[HEADS]
@@ -194,14 +202,6 @@ def check_requests(args: argparse.Namespace, setup: Setup, prompt: list[int]) ->
     if longest > most:
         print(f"warning    the longest request has up to {longest} tokens, and max_position_embeddings of "
               f"{args.model} is {most}")  # fmt: skip
-
-
-def _host() -> jax.Device | None:
-    """JAX's device for the host's memory; None where it was started without."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return None
 
 
 def new_setup(args: argparse.Namespace, check: Check | None) -> Setup:

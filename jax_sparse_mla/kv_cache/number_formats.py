@@ -14,6 +14,7 @@ _MANTISSA_MASK = tl.constexpr(0x007FFFFF)
 _MANTISSA_OF_1_75 = tl.constexpr(0x00600000)
 F32_INF = tl.constexpr(0x7F800000)
 _F32_NAN = tl.constexpr(0x7FC00000)
+_BF16_NAN = tl.constexpr(0x7FC0)
 _F32_TWO_POW_MINUS_127 = tl.constexpr(0x00400000)  # a UE8M0 byte of 0, subnormal
 _F32_MAX_QUANTISED = tl.constexpr(0x7F700000)  # 240 * 2^120, the largest magnitude that is quantised
 _TWO_POW_120 = tl.constexpr(2.0**120)
@@ -150,13 +151,13 @@ def e2m1_words_to_float16(words):
 def e2m1_times_ue8m0(code, scale):
     """code * 2^(scale − 127) as bfloat16, of int32 codes and scale bytes, in integers.
 
-    Exact where the number is normal: smaller ones, and those of scale 0, become 0. Scales above 251 (2^124) are not
-    served.
+    Exact where the number is normal: smaller ones, and those of scale 0, become 0. Scales above 252 (2^125) are NaN.
     """
     magnitude = code & 7
     # Exponent and mantissa move into those of bfloat16, to whose exponent the scale is added. 0.5 is a power of two.
     bits = ((scale - 1) << 7) + ((magnitude - (magnitude == 1).to(tl.int32)) << 6)
     bits = tl.where((magnitude == 0) | (scale == 0), 0, bits) | ((code & 8) << 12)
+    bits |= tl.where(scale > 252, _BF16_NAN, 0)
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 

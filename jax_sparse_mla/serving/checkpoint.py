@@ -5,10 +5,11 @@ Names are those that transformers writes, those of its modules, or those of the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ import numpy as np
 
 from jax_sparse_mla.serving.architectures import read_params
 from jax_sparse_mla.serving.config import Config, Glm53Config, V4Config, V32Config
-from jax_sparse_mla.serving.memory import check_memory
+from jax_sparse_mla.serving.memory import check_memory, host_device
+from jax_sparse_mla.serving.params import LayerParams
 from jax_sparse_mla.serving.quantised import JoinedRows, Quantised, WeightFormat, join_rows, multiplied_out
 from jax_sparse_mla.serving.tensors import Shape, Tensors, random_params, shapes_of
 
@@ -30,7 +32,13 @@ NAMES_SHOWN = 6
 
 
 def from_named_arrays(
-    config: Config, arrays: Mapping[str, Any], *, draft_layer: bool = True, as_stored: bool = True
+    config: Config,
+    arrays: Mapping[str, Any],
+    *,
+    draft_layer: bool = True,
+    as_stored: bool = True,
+    place: Callable[[LayerParams], LayerParams] | None = None,
+    devices: int = 1,
 ) -> Any:
     """The parameters of arrays by name, as a state dict or a checkpoint has them.
 
@@ -44,6 +52,9 @@ def from_named_arrays(
       draft_layer: whether to read the draft layer if there is one. Further ones and drafters of another form are left
         out. What the config says does not count: transformers says one and saves none.
       as_stored: whether weights that products read stay FP8 and FP4 (`Quantised`); else all are multiplied out.
+      place: takes a layer that the host has read to the devices, before the host reads the next one. None: all goes to
+        the default device.
+      devices: among how many the weights are cut.
 
     Raises:
       ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
@@ -68,12 +79,21 @@ def from_named_arrays(
         raise ValueError(f"checkpoint: embed_tokens.weight must be bfloat16 or float32, got {dtype}")
     kept = kept if as_stored else set()
     needed = sum(_bytes(stored, name, shape, dtype, name in kept) for name, shape in shapes.items())
-    check_memory("the weights need", needed)
+    what = "the weights need" if devices == 1 else "a device's part of the weights needs at least"
+    check_memory(what, needed // devices)
 
     def get(name: str, shape: Shape, dtype: Any, is_product: bool) -> Any:
         return _tensor(stored, name, shape, dtype, as_stored and is_product)
 
-    return read(Tensors(get, dtype))
+    tensors = Tensors(get, dtype)
+    if place is None:
+        return read(tensors)
+
+    def read_layer(read: Callable[..., LayerParams], config: Config, i: int, kind: Hashable) -> LayerParams:
+        return place(read(config, i, tensors))
+
+    with jax.default_device(host_device()):
+        return read(dataclasses.replace(tensors, read_layer=read_layer))
 
 
 def _bytes(stored: Mapping[str, Any], name: str, shape: Shape, dtype: np.dtype, as_stored: bool) -> int:

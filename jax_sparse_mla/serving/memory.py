@@ -19,6 +19,14 @@ def host_memory() -> int:
     return min(sizes)
 
 
+def host_device() -> jax.Device | None:
+    """JAX's device for the host's memory; None where it was started without."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
 def device_memory() -> int:
     """Bytes that JAX may take of its default device, or of the host for a CPU."""
     default = jax.config.jax_default_device

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -20,12 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 from jax_sparse_mla.layers import V4LayerParams
 from jax_sparse_mla.metadata import RequestTables
+from jax_sparse_mla.serving import files
 from jax_sparse_mla.serving import step as steps
-from jax_sparse_mla.serving.checkpoint import init_params
+from jax_sparse_mla.serving.checkpoint import from_named_arrays, init_params
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.memory import bytes_of_a_device, check_memory, size_of
-from jax_sparse_mla.serving.model import Caches, Model, Params
-from jax_sparse_mla.serving.params import LayerWeights
+from jax_sparse_mla.serving.model import Caches, Model, Params, read_folder
+from jax_sparse_mla.serving.params import LayerParams, LayerWeights
 from jax_sparse_mla.serving.quantised import JoinedRows, Quantised, join_rows, multiplied_out
 from jax_sparse_mla.serving.request import Logprob, Request
 from jax_sparse_mla.serving.sampling import Choice
@@ -69,10 +71,10 @@ def new_mesh(shares: int, devices: int) -> Mesh:
 
 def parameter_specs(params: Params, mesh: Mesh) -> Any:
     """The PartitionSpec of each parameter that `cut_model` places: whole on every device if one has all heads."""
-    cut = mesh.shape[HEADS] > 1
+    n = mesh.shape[HEADS]
 
     def spec(path, x):
-        dim = _cut_axis(path, x) if cut else None
+        dim = _cut_axis(path, x) if n > 1 and _is_shareable(path, x, n) else None
         # Of a quantised weight, values and scales are cut alike.
         return jax.tree.map(lambda _: P() if dim is None else P(*dim * [None], HEADS), x)
 
@@ -82,6 +84,12 @@ def parameter_specs(params: Params, mesh: Mesh) -> Any:
 def _cut_axis(path: tuple, x: Any) -> int | None:
     """The dimension of a parameter that is cut, None: it is whole."""
     return _CUT.get((getattr(path[-1], "name", None), x.ndim))
+
+
+def _is_shareable(path: tuple, x: Any, n: int) -> bool:
+    """Whether n devices can share a parameter as it is; a quantised weight that they cannot is multiplied out."""
+    dim = _cut_axis(path, x) if isinstance(x, Quantised) else None
+    return dim is None or x.divides(dim, n)
 
 
 def _is_weight(x: Any) -> bool:
@@ -112,6 +120,29 @@ def init_cut_params(
     return device_model, _placed(model, params, mesh)
 
 
+def load_cut(
+    folder: str | os.PathLike[str], mesh: Mesh, *, draft_layer: bool = True, as_stored: bool = True
+) -> tuple[Model, Params]:
+    """As `cut_model` with what `load` returns, but layer by layer: the host reads a layer and gives each device its own
+    part. No device has a weight whole that is cut, and the host has room for a layer, the embedding and the logits'
+    weights. Where JAX was started without a CPU, the default device stands for the host.
+
+    Raises:
+      FileNotFoundError, ValueError: what `load` and `cut_model` raise; a device's part of the weights does not fit it.
+    """
+    config, arrays = read_folder(folder)
+    model, n = Model(config), mesh.shape.get(HEADS, 1)
+    device_model = model_of_a_device(model, mesh)  # refuses what cannot be cut
+
+    def place(layer: LayerParams) -> LayerParams:
+        weights = _in_pieces(model, layer.weights, n)
+        return dataclasses.replace(layer, weights=jax.device_put(weights, _shardings(weights, mesh)))
+
+    options = {"draft_layer": draft_layer, "as_stored": as_stored}
+    with files.named(folder):
+        return device_model, _put(model, from_named_arrays(config, arrays, place=place, devices=n, **options), mesh)
+
+
 def model_of_a_device(model: Model, mesh: Mesh) -> Model:
     """The model as each device of the mesh sees it; raises what `cut_model` raises."""
     if set(mesh.axis_names) != {REQUESTS, HEADS}:
@@ -136,40 +167,48 @@ def _shardings(params: Params, mesh: Mesh) -> Any:
 
 
 def _placed(model: Model, params: Params, mesh: Mesh) -> Params:
-    """Parameters on their devices, with each device's part in one piece.
+    """Parameters on their devices, from arrays of any place; any pytree where heads are not cut."""
+    if (n := mesh.shape[HEADS]) > 1:
+        params = dataclasses.replace(params, layers=[_in_pieces(model, weights, n) for weights in params.layers])
+        if (draft := params.draft) is not None:
+            layer = dataclasses.replace(draft.layer, weights=_in_pieces(model, draft.layer.weights, n))
+            params = dataclasses.replace(params, draft=dataclasses.replace(draft, layer=layer))
+    return _put(model, params, mesh)
 
-    Rows of the queries' heads are followed by those of the indexer, which every device has whole. The sinks of several
-    layers are one array. A quantised weight whose scales the devices cannot share is multiplied out.
+
+def _in_pieces(model: Model, weights: LayerWeights, n: int) -> LayerWeights:
+    """A layer's weights, as the specs cut them for n devices: each device's part in one piece.
+
+    Rows of the queries' heads are followed by those of the indexer, which every device has whole. A quantised weight
+    whose scales the devices cannot share is multiplied out.
     """
-    n, spec = mesh.shape[HEADS], model.spec
+    if n == 1:
+        return weights
+    whole, rows = weights.attention.q_b, model.spec.num_heads * model.config.query_dim
+    whole = multiplied_out(whole) if isinstance(whole, JoinedRows) else whole
+    part = whole.part if isinstance(whole, Quantised) else lambda *of: whole[slice(*of)]
+    index = [part(rows, whole.shape[0])] if rows < whole.shape[0] else []
+    heads = [part(rows // n * i, rows // n * (i + 1)) for i in range(n)]
+    q_b = join_rows([x for of_device in heads for x in (of_device, *index)])
+    weights = dataclasses.replace(weights, attention=dataclasses.replace(weights.attention, q_b=q_b))
 
-    def queries(weights: LayerWeights) -> LayerWeights:
-        whole, rows = weights.attention.q_b, spec.num_heads * model.config.query_dim
-        whole = multiplied_out(whole) if isinstance(whole, JoinedRows) else whole
-        part = whole.part if isinstance(whole, Quantised) else lambda *of: whole[slice(*of)]
-        index = [part(rows, whole.shape[0])] if rows < whole.shape[0] else []
-        heads = [part(rows // n * i, rows // n * (i + 1)) for i in range(n)]
-        q_b = join_rows([x for of_device in heads for x in (of_device, *index)])
-        return dataclasses.replace(weights, attention=dataclasses.replace(weights.attention, q_b=q_b))
+    def shareable(path: tuple, x: Any) -> Any:
+        return x if _is_shareable(path, x, n) else multiplied_out(x)
+
+    return jax.tree_util.tree_map_with_path(shareable, weights, is_leaf=_is_weight)
+
+
+def _put(model: Model, params: Params, mesh: Mesh) -> Params:
+    """Parameters whose layers are in pieces, on their devices. The sinks of several layers are one array."""
+    n = mesh.shape[HEADS]
 
     def sinks(of_ratio: V4LayerParams) -> V4LayerParams:
         by_layer = of_ratio.attn_sink.reshape(of_ratio.num_layers, n, -1)
         return dataclasses.replace(of_ratio, attn_sink=jnp.swapaxes(by_layer, 0, 1).reshape(-1))
 
-    def shareable(path: tuple, x: Any) -> Any:
-        dim = _cut_axis(path, x) if isinstance(x, Quantised) else None
-        return x if dim is None or x.divides(dim, n) else multiplied_out(x)
-
-    if n > 1:
-        attention = params.attention
-        if spec.has_attn_sink:
-            attention = {ratio: sinks(of_ratio) for ratio, of_ratio in attention.items()}
-        layers = [queries(weights) for weights in params.layers]
-        params = dataclasses.replace(params, layers=layers, attention=attention)
-        if (draft := params.draft) is not None:
-            layer = dataclasses.replace(draft.layer, weights=queries(draft.layer.weights))
-            params = dataclasses.replace(params, draft=dataclasses.replace(draft, layer=layer))
-        params = jax.tree_util.tree_map_with_path(shareable, params, is_leaf=_is_weight)
+    if n > 1 and model.spec.has_attn_sink:
+        attention = {ratio: sinks(of_ratio) for ratio, of_ratio in params.attention.items()}
+        params = dataclasses.replace(params, attention=attention)
     return jax.device_put(params, _shardings(params, mesh))
 
 

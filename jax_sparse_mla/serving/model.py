@@ -32,6 +32,7 @@ from jax_sparse_mla.serving.decoder import (
     layer_params,
 )
 from jax_sparse_mla.serving.kda import KDAState
+from jax_sparse_mla.serving.kept_programs import signature
 from jax_sparse_mla.serving.layers import matmul
 from jax_sparse_mla.serving.params import LayerParams, LoopedLayers, ModelParams, Run, joined, runs_of
 from jax_sparse_mla.serving.tensors import random_host_arrays
@@ -249,8 +250,11 @@ class Model:
         take the place of a layer's cache as a constant.
         """
         config, layers = self.config, range(self.num_layers)
-        runs = runs_of([config.layer_kind(i) for i in layers]) if config.loops else ()
-        if isinstance(params.layers, LoopedLayers) or all(run.times == 1 for run in runs):
+        if isinstance(params.layers, LoopedLayers) or not config.loops:
+            return params
+        # A checkpoint may have one layer in FP8 and the next one in bfloat16.
+        runs = runs_of([(config.layer_kind(i), signature(params.layers[i])) for i in layers])
+        if all(run.times == 1 for run in runs):
             return params
 
         def stacked(run: Run, j: int) -> Any:
@@ -357,6 +361,17 @@ def load(folder: str | os.PathLike[str], *, draft_layer: bool = True, as_stored:
         folder or one without the tensor, a link out of the folder (but for those of Hugging Face's cache), or what
         `Model.from_config` raises. Tensors that are missing, unknown, stored twice or of a wrong shape, by name.
     """
+    config, arrays = read_folder(folder)
+    with files.named(folder):
+        options = {"draft_layer": draft_layer, "as_stored": as_stored}
+        return Model(config), checkpoint.from_named_arrays(config, arrays, **options)
+
+
+def read_folder(folder: str | os.PathLike[str]) -> tuple[Config, dict[str, Any]]:
+    """The config of a checkpoint folder and its tensors by name, which are read when they are used.
+
+    Raises what `load` raises of them.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no checkpoint folder {folder}")
@@ -367,10 +382,7 @@ def load(folder: str | os.PathLike[str], *, draft_layer: bool = True, as_stored:
     if generation.get("eos_token_id") is not None:
         with files.named(folder / files.GENERATION_CONFIG):
             config = dataclasses.replace(config, eos_token_ids=eos_token_ids(generation["eos_token_id"]))
-    arrays = files.map_folder(folder)
-    with files.named(folder):
-        options = {"draft_layer": draft_layer, "as_stored": as_stored}
-        return Model(config), checkpoint.from_named_arrays(config, arrays, **options)
+    return config, files.map_folder(folder)
 
 
 def generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -21,12 +22,13 @@ from jax import lax
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.kv_cache.quantize import bits_to_float32, e2m1_values, times_ue8m0
 from jax_sparse_mla.launch.dispatch import dispatch
+from jax_sparse_mla.launch.transforms import differentiated_as
 from jax_sparse_mla.launch.triton_call import launching
 from jax_sparse_mla.serving.config import WEIGHT_BLOCK
 
 
 class WeightFormat(enum.Enum):
-    """A format: how many values a byte holds, and of how many rows and columns of a checkpoint's weight a scale is."""
+    """How many values a byte holds, and how many rows and columns of a checkpoint's weight share a scale."""
 
     FP4 = 2, 1, 32  # e2m1, the even value in the low nibble
     FP8 = 1, *WEIGHT_BLOCK  # e4m3
@@ -58,7 +60,13 @@ class Quantised:
 
     @classmethod
     def stored(cls, form: WeightFormat, values: np.ndarray, scales: np.ndarray, dtype: Any) -> Quantised:
-        """Of a checkpoint's bytes and scales, on the device."""
+        """A checkpoint's weight on the device.
+
+        Args:
+          values: uint8 `[…, out, in / per_byte]`.
+          scales: UE8M0 bytes, uint8, or float32, `[…, ⌈out / form.rows⌉, ⌈in / group⌉]`.
+          dtype: of the numbers that the weight stands for.
+        """
         rows = math.gcd(form.rows, values.shape[-2])  # a last block that is cut short divides the scales' rows
         if rows < form.rows:
             scales = np.repeat(scales, form.rows // rows, axis=-2)[..., : values.shape[-2] // rows, :]
@@ -162,11 +170,11 @@ def kernel_serves(x: jax.Array, weight: Weight) -> bool:
 
 
 def stored_product(plain: Callable[..., jax.Array], x: jax.Array, weight: Quantised, *which: jax.Array, **static: Any):
-    """`quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`."""
+    """`quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`, whose derivatives it has."""
 
     def kernel(x: jax.Array, *others: Any) -> jax.Array:
         if weight.format is WeightFormat.FP4:  # even values first
             x = x.reshape(x.shape[0], -1, 2).swapaxes(1, 2).reshape(x.shape)
         return launching("serving.quantised_triton.product", **static)(x, *others)
 
-    return dispatch(kernel, plain, x, weight, *which)
+    return differentiated_as(functools.partial(dispatch, kernel, plain), plain)(x, weight, *which)

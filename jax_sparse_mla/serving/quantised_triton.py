@@ -15,7 +15,7 @@ import triton.language as tl
 from jax_sparse_mla.kv_cache.number_formats import e2m1_times_ue8m0, e4m3_to_float32, ue8m0_to_float32
 from jax_sparse_mla.launch.describe import Device, Executor, Launch, Output
 
-# What says which rows a tile has: nothing, of one weight; the expert of each row; or how many rows each expert has.
+# Which weight a row takes: there is one; each row names its expert; or rows are sorted, so many of each expert.
 ONE, EACH, SORTED = (tl.constexpr(i) for i in range(3))
 
 
@@ -98,9 +98,12 @@ class Tiling(NamedTuple):
 
 
 def tiling(device: Device, fp4: bool, rows: int, n: int, tiles: int) -> Tiling:
-    """Of so many rows of one weight on average; a weight's rows have so many tiles if these are as low as can be.
+    """The tile of a product. Registers and shared memory bound it; Triton spills none of these on SM90. None was timed.
 
-    Registers and shared memory bound a tile: Triton spills nothing of these on SM90. None was timed.
+    Args:
+      rows: of x that one weight multiplies, on average.
+      n: the weight's rows.
+      tiles: how many tiles x has, about, if they are as low as can be.
     """
     most = (256 if fp4 else 128) if device.compute_capability[0] in (9, 10) else 64
     bm = min(max(16, triton.next_power_of_2(rows)), most)

@@ -131,8 +131,6 @@ fault("mesh-modes", "over a mesh, modes take no turns", "(mode is self._last_mod
 fault = of("jax_sparse_mla/serving/checkpoint.py", "tests/serving/test_checkpoint.py")
 fault("checkpoint-name", "the down projection of released V4 files has no name", r'(r"\.w2\.", ".down_proj."),',
       r'(r"\.w2\.", ".down."),')
-fault("checkpoint-fp8", "FP8 weights are divided by their scales",
-      "(values.astype(jnp.float32) * scales).astype(dtype)", "(values.astype(jnp.float32) / scales).astype(dtype)")
 fault = of("jax_sparse_mla/serving/tensors.py", "tests/serving/test_models_transformers.py")
 fault("checkpoint-gate-up", "gate and up are exchanged", '("gate_proj", "up_proj")]', '("up_proj", "gate_proj")]')
 fault = of("jax_sparse_mla/serving/config.py", "tests/serving/test_config.py")
@@ -161,6 +159,14 @@ fault("kda-fresh", "a new request begins with the state of the one before", "fre
 fault = of("jax_sparse_mla/serving/hyper_connections_triton.py", "tests/serving/test_hyper_connections_triton.py")
 fault("triton-hyper-connections", "Triton hyper-connections: one iteration too many",
       "range(ITERATIONS - 1)", "range(ITERATIONS)")
+fault = of("jax_sparse_mla/serving/quantised.py", "tests/serving/test_quantised.py")
+fault("quantised-fp8", "FP8 weights are divided by their scales", "(values * scales)", "(values / scales)")
+fault("quantised-part", "a part of a quantised weight has the first rows' scales",
+      "scales[start // rows : stop // rows]", "scales[: (stop - start) // rows]")
+fault = of("jax_sparse_mla/serving/quantised_triton.py", "tests/serving/test_quantised_triton.py")
+fault("quantised-scale-rows", "every scale of FP8 is taken for 128 rows", "n // SCALE_ROWS", "n // 128")
+fault = of("jax_sparse_mla/serving/model.py", "tests/serving/test_quantised.py")
+fault("loop-formats", "layers whose weights have other formats are one loop", "signature(params.layers[i])", "None")
 
 # --- PyTorch ----------------------------------------------------------------------------------------------------------
 fault = of("jax_sparse_mla/server/app.py", "tests/serving/test_server.py")

@@ -16,8 +16,8 @@ def of_four_devices(request):
     return results(start(*chosen, devices=4))
 
 
-@pytest.mark.always("refusals", "windows")
-@pytest.mark.parametrize("case", ["refusals", "windows", "v4", "made_cut"])
+@pytest.mark.always("refusals", "windows", "loaded")
+@pytest.mark.parametrize("case", ["refusals", "windows", "v4", "made_cut", "scales", "loaded"])
 def test_every_layout_gives_the_tokens_of_one_device(of_four_devices, case):
     """Requests and heads over two devices each."""
     assert of_four_devices[case] == "", of_four_devices[case]

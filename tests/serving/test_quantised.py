@@ -1,6 +1,7 @@
 """Quantised weights: what they stand for against torch's casts, products against float64 of the same stored weights,
 joins and cuts, and an engine's tokens."""
 
+import dataclasses
 import json
 import pickle
 
@@ -45,8 +46,11 @@ def random(*shape, seed=0, scale=0.1):
 
 
 def fp8(rows, columns, *, scales=E8M0, seed=0):
-    """A weight and what torch makes of the same bytes: e4m3 numbers times their blocks' scales, in bfloat16."""
-    values, scale = to_fp8(random(rows, columns, seed=seed), scales)
+    """A weight and what torch makes of the same bytes: e4m3 numbers times their blocks' scales, in bfloat16. Blocks
+    beside each other have different scales."""
+    blocks = -(-rows // 128), -(-columns // 128)
+    sizes = np.kron(2.0 ** (np.arange(np.prod(blocks)) % 5).reshape(blocks), np.ones((128, 128)))
+    values, scale = to_fp8(random(rows, columns, seed=seed) * sizes[:rows, :columns], scales)
     if scales is np.float32:
         scale = scale * np.random.default_rng(seed).uniform(0.6, 1, scale.shape).astype(np.float32)
     numbers = torch.tensor(values.view(np.uint8)).view(torch.float8_e4m3fn).float()
@@ -130,6 +134,20 @@ def test_a_quantised_weight_is_kept_like_an_array():
     copy = jax.tree.map(jnp.copy, one)
     out = jax.jit(lambda x: jax.tree.map(lambda part: part[::-1], x), donate_argnums=0)(copy)
     assert all(x.is_deleted() for x in jax.tree.leaves(copy)) and out.shape == one.shape
+
+
+def test_layers_of_other_formats_are_in_no_loop():
+    """A checkpoint may have layers in FP8 beside others in bfloat16, or with scales of another dtype."""
+    only = dict(num_hidden_layers=4, layer_types=["sliding_attention"] * 4, mlp_layer_types=["moe"] * 4)
+    model = Model.from_config(CONFIGS["v4"] | only)
+    params = model.init_params(0, as_stored=True)
+    first, second, third, fourth = params.layers
+    fourth = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.uint8 else x, fourth)
+    params = dataclasses.replace(params, layers=[first, second, without_quantised(third), fourth])
+    looped = model.looped(params).layers
+    assert looped.runs == (Run(0, 1, 2), Run(2), Run(3))
+    for i, layer in enumerate(params.layers):
+        jax.tree.map(np.testing.assert_array_equal, looped[i], layer)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import os
 import re
 import signal
 import sys
+import tempfile
 
 import jax
-from serving_over_mesh import V32, WINDOWS
+from serving_over_mesh import V32, WINDOWS, write_v4
 from virtual_devices import run_cases
 
 from jax_sparse_mla.cli import generate, main
@@ -67,6 +68,15 @@ def with_the_check():
     assert generated(plain) == generated(out) and "check" not in plain and "one device" not in plain
 
 
+def from_a_folder():
+    """Without the check layer by layer to the devices: the same tokens as cut from the whole model."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_v4(folder, WINDOWS)
+        args = [*GENERATE, "--model", folder, "--mesh", "1x2", "--max-new-tokens", 3]
+        (status, out, err), (_, plain, _) = run(*args), run(*args, "--no-check")
+    assert status == 0 and generated(out) and generated(plain) == generated(out), (out, err, plain)
+
+
 def speculative():
     """Drafts over two devices: compared with plain decoding there, which is compared with one device."""
     status, out, _ = run(*GENERATE, "--requests", 2, "--mesh", "2x1", "--speculative-steps", 2, "--draft-oracle", 0.7)
@@ -89,7 +99,7 @@ def refusals():
     assert "the check on one device, which --no-check leaves out, needs" in err, err
 
 
-CASES = {case.__name__: case for case in (with_the_check, speculative, refusals)}
+CASES = {case.__name__: case for case in (with_the_check, from_a_folder, speculative, refusals)}
 
 
 def break_at_the_fourth_step(how):

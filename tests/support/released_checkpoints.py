@@ -17,7 +17,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code; bit 3 is the sign
 def write(folder, config, tensors):
     """A checkpoint of one file, written byte by byte: the package's numpy face writes no FP8."""
     names = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0"}
-    names |= {"int64": "I64", "int8": "I8", "float16": "F16"}
+    names |= {"int64": "I64", "int32": "I32", "int8": "I8", "float16": "F16"}
     header, data = {}, b""
     for name, x in tensors.items():
         part = np.ascontiguousarray(x).tobytes()

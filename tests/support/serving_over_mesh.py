@@ -9,19 +9,25 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
+import unittest.mock
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from released_checkpoints import FP4_CONFIG, quantised, released_v4, without_quantised, write
 from toy_model import ToyModel
 from virtual_devices import assert_refused, report, run_cases
 
 from jax_sparse_mla.attention import context_parallel_decode, cut_pages, sparse_mla_decode
 from jax_sparse_mla.kv_cache import KVLayout, PagedKV, write_kv
-from jax_sparse_mla.serving import Model
+from jax_sparse_mla.serving import Model, load, memory
+from jax_sparse_mla.serving import mesh as mesh_module
 from jax_sparse_mla.serving.engine import SMALLEST_CHUNK, Engine
 from jax_sparse_mla.serving.mesh import (
     HEADS,
@@ -29,10 +35,12 @@ from jax_sparse_mla.serving.mesh import (
     MeshEngine,
     cut_model,
     init_cut_params,
+    load_cut,
     new_mesh,
     parameter_specs,
 )
 from jax_sparse_mla.serving.presets import CONFIGS
+from jax_sparse_mla.serving.quantised import Quantised
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
@@ -200,9 +208,9 @@ def draft_layers():
 
 def made_cut():
     """Random parameters that each device makes for itself are those of one device, cut; none has one whole that is."""
-    mesh = mesh_of(2, 2)
-    for config, as_stored in ((WINDOWS, False), (WINDOWS, True), (V32, False)):
-        model = Model.from_config(config)
+    # Four devices can share the output projection of V4's config, but not its scales.
+    for config, as_stored, shape in ((WINDOWS, False, (2, 2)), (V4, True, (1, 4)), (V32, False, (2, 2))):
+        model, mesh = Model.from_config(config), mesh_of(*shape)
         own, params = init_cut_params(model, 3, mesh, jnp.float32, as_stored=as_stored)
         whole = model.init_params(3, jnp.float32, as_stored=as_stored)
         expected_own, expected = cut_model(model, whole, mesh)
@@ -211,6 +219,66 @@ def made_cut():
         for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(expected)):
             assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
             np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def scales():
+    """Each device multiplies its part out to the part of the multiplied-out weight, where all scales differ."""
+    for config, shape in ((V4, (2, 2)), (V32, (1, 4))):
+        model, mesh, rng = Model.from_config(config), mesh_of(*shape), np.random.default_rng(0)
+
+        def differing(x, rng=rng):
+            if not isinstance(x, Quantised):
+                return x
+            return dataclasses.replace(x, scales=jnp.asarray(rng.integers(100, 140, x.scales.shape, np.uint8)))
+
+        params = model.init_params(seed=0, dtype=jnp.float32, as_stored=True)
+        params = jax.tree.map(differing, params, is_leaf=lambda x: isinstance(x, Quantised))
+        cut, wanted = (cut_model(model, x, mesh)[1] for x in (params, without_quantised(params)))
+        assert any(x.dtype == jnp.uint8 and not x.sharding.is_fully_replicated for x in jax.tree.leaves(cut))
+        given, out = (parameter_specs(x, mesh) for x in (cut, wanted))
+        found = jax.shard_map(without_quantised, mesh=mesh, in_specs=(given,), out_specs=out)
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(found)(cut), wanted)
+
+
+def write_v4(folder, config):
+    """A released checkpoint of random weights, FP8 and FP4."""
+    arrays = Model.from_config(config).random_arrays(0)
+    stored = quantised(arrays, ml_dtypes.float8_e8m0fnu, fp4_experts=True)[1]
+    write(Path(folder), config | FP4_CONFIG, released_v4(stored))
+
+
+def loaded():
+    """From a folder, layer by layer: as cut from the whole model. No device of the mesh has a weight whole that is cut,
+    and the host gathers no layers."""
+    config = WINDOWS | dict(num_hidden_layers=4, layer_types=["sliding_attention"] * 4, mlp_layer_types=["moe"] * 4)
+    mesh = Mesh(np.array(jax.devices()[2:]).reshape(1, 2), (REQUESTS, HEADS))  # the first device is the host's
+    shardings, on_host, on_mesh = mesh_module._shardings, [], set()
+    others = {id(x): x for x in jax.live_arrays()}  # of other cases
+
+    def watching(params, mesh):
+        shards = [shard for x in jax.live_arrays() if id(x) not in others for shard in x.addressable_shards]
+        on_host.append(sum(shard.data.nbytes for shard in shards if shard.device == jax.devices()[0]))
+        on_mesh.update(shard.data.shape for shard in shards if shard.device in mesh.devices)
+        return shardings(params, mesh)
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_v4(folder, config)
+        for as_stored in (True, False):
+            on_host.clear()
+            with unittest.mock.patch.object(mesh_module, "_shardings", watching):
+                model, params = load_cut(folder, mesh, as_stored=as_stored)
+            *of_layers, _ = on_host  # a copy to the devices may be under way
+            assert len(of_layers) == 4, on_host
+            assert max(of_layers) - min(of_layers) < 1.5 * memory.size_of(params.layers[0]), on_host
+            wanted_model, wanted = cut_model(*load(folder, as_stored=as_stored), mesh)
+            assert model == wanted_model and jax.tree.structure(params) == jax.tree.structure(wanted)
+            for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(wanted)):
+                np.testing.assert_array_equal(x, y)
+                assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+                assert x.sharding.is_fully_replicated or x.shape not in on_mesh, x.shape
+            on_mesh.clear()
+        with unittest.mock.patch.object(memory, "device_memory", lambda: 1 << 20):
+            assert_refused(lambda: load_cut(folder, mesh), "a device's part of the weights needs at least 0.0 GiB")
 
 
 def refusals():
@@ -227,7 +295,20 @@ def refusals():
         assert_refused(call, words)
 
 
-_CASES = v4, v4_requests, v4_heads, glm53, v32, drafts_and_prefixes, draft_layers, made_cut, windows, refusals
+_CASES = (
+    v4,
+    v4_requests,
+    v4_heads,
+    glm53,
+    v32,
+    drafts_and_prefixes,
+    draft_layers,
+    made_cut,
+    scales,
+    loaded,
+    windows,
+    refusals,
+)
 CASES = {case.__name__: case for case in _CASES}
 
 
