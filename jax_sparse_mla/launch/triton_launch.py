@@ -9,10 +9,13 @@ takes the host longer than all else.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import struct
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -136,12 +139,17 @@ for _platform in ("cuda", "cpu"):  # on a CPU, for the test's own driver
 
 _threads = ThreadPoolExecutor(os.cpu_count(), "triton")
 begun: set[tuple] = set()  # what `compile_kernel` is asked for
+# Triton parses a kernel's source where it compiles it, and where it is hashed. Python 3.11 before 3.11.8 fails at times
+# where two threads parse at once (python/cpython#106905): there kernels are compiled one after the other.
+_parsing = threading.RLock() if sys.version_info < (3, 11, 8) else contextlib.nullcontext()
 
 
 def _begin(kernel: tuple) -> None:
     """Compiles in a thread, once; lowering meets its errors."""
-    if kernel not in begun:
+    with _parsing:
+        is_new = kernel not in begun
         begun.add(kernel)
+    if is_new:
         _threads.submit(compile_kernel, *kernel)
 
 
@@ -172,7 +180,8 @@ def compile_kernel(
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     give_triton_a_cache()
     try:
-        made = triton.compile(source, target=target, options=dict(options))
+        with _parsing:
+            made = triton.compile(source, target=target, options=dict(options))
     except OSError as error:
         raise RuntimeError(
             f"Triton cannot keep what it compiles ({error}): set TRITON_CACHE_DIR to a folder"

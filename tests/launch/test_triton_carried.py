@@ -130,10 +130,10 @@ def test_the_kernels_of_a_program_as_on_an_h200(monkeypatch):
     monkeypatch.setattr(triton_launch._threads, "submit", lambda *_: None)
     monkeypatch.setattr(build, "module", lambda *_: None)
     monkeypatch.setattr(engine, "begin_to_load", lambda _: None)
-    options = EngineOptions(max_batch=2, max_len=64)
+    options = EngineOptions(max_batch=2)
     with device.pretend(shapes_alone.H200):
         assert use_triton()
-        shapes_alone.ShapesAlone(presets.CONFIGS["v32"], options).trace_step(ForwardMode.DECODE, 2, 64)
+        shapes_alone.ShapesAlone(presets.CONFIGS["v32"], options).trace_step(ForwardMode.DECODE, 2, 4096)
     assert use_triton() == (jax.default_backend() == "gpu")
     names = {kernel.__name__ for kernel, *_ in triton_launch.begun}
     assert {"write_kv_kernel", "topk_select_kernel", "sparse_mla_kernel"} <= names
