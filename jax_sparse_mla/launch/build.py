@@ -144,7 +144,7 @@ def _triton_kernels() -> Path | str:
 
     if why := why_not("triton") or (None if triton_call.own_launcher() else "our launcher cannot be used"):
         return f"Triton's kernels are left out: {why}"
-    shapes_alone.trace_for_h200(shapes_alone.served())
+    shapes_alone.trace_served()
     return triton_carried.write(triton_launch.begun)
 
 

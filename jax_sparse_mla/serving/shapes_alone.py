@@ -23,9 +23,9 @@ H200 = device.DeviceInfo("cuda", (9, 0), 132, 232_448)
 class ShapesAlone(Engine):
     """An engine that traces and does not run."""
 
-    def __init__(self, config: Mapping[str, Any], options: EngineOptions):
+    def __init__(self, config: Mapping[str, Any], options: EngineOptions, as_stored: bool = False):
         model = Model.from_config(config)
-        super().__init__(model, jax.eval_shape(lambda: model.init_params(0)), options)
+        super().__init__(model, jax.eval_shape(lambda: model.init_params(0, as_stored=as_stored)), options)
 
     def _place(self, params: Any) -> tuple[Any, Any]:
         place = self.model.looped if device.DeviceInfo.current().platform == "cpu" else lambda params: params
@@ -53,21 +53,21 @@ class ShapesAlone(Engine):
                 self.trace_step(mode, rows, length)
 
 
-def served() -> Iterator[tuple[Mapping[str, Any], EngineOptions]]:
+def served() -> Iterator[ShapesAlone]:
     """What a wheel carries Triton's kernels for: `generate` by its defaults, of one request and of many, and engines of
-    the released models' sizes with default options."""
+    the released models' sizes and weights as stored, with default options."""
     max_len = len(presets.ByteTokenizer().encode(presets.default_prompt())) + 16
     for config, max_batch in itertools.product(presets.CONFIGS.values(), (1, 8)):
-        yield config, EngineOptions(max_batch=max_batch, max_len=max_len, trace=True)
+        yield ShapesAlone(config, EngineOptions(max_batch=max_batch, max_len=max_len, trace=True))
     for config in (presets.V4_FLASH_SLICE, presets.V32_SLICE):
-        yield config, EngineOptions()
+        yield ShapesAlone(config, EngineOptions(), as_stored=True)
 
 
-def trace_for_h200(engines: Iterator[tuple[Mapping[str, Any], EngineOptions]]) -> None:
-    """Traces all programs of these engines as if on an H200, so that what they call is compiled."""
+def trace_served() -> None:
+    """Traces all of their programs as if on an H200, so that what they call is compiled."""
     with device.pretend(H200):
-        for config, options in engines:
-            ShapesAlone(config, options).trace_all()
+        for engine in served():
+            engine.trace_all()
 
 
 def _doubled(least: int, most: int) -> list[int]:
