@@ -68,7 +68,7 @@ def phases(args: argparse.Namespace, mode: str, layers: int) -> list[tuple[float
     options = EngineOptions(chunk_size=CHUNK, max_batch=BATCH, max_len=MAX_LEN)
     engine = ShapesAlone(CONFIG[args.model](layers, args.full), options)
     times = [_now()]
-    traced = engine.trace_step(ForwardMode(mode), CHUNK if mode == "extend" else BATCH, MAX_LEN)
+    traced = engine.trace_program(engine.greedy(ForwardMode(mode))[-1])
     times.append(_now())
     lowered = traced.lower()
     times.append(_now())

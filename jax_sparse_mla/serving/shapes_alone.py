@@ -12,10 +12,11 @@ from jax_sparse_mla import device
 from jax_sparse_mla.launch.transforms import ENGINE_PROGRAM
 from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.serving import presets
-from jax_sparse_mla.serving.engine import SMALLEST_CHUNK, Engine
+from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.model import Model
 from jax_sparse_mla.serving.sampling import Choice
-from jax_sparse_mla.serving.scheduler import SMALLEST_BUCKET, EngineOptions
+from jax_sparse_mla.serving.scheduler import EngineOptions
+from jax_sparse_mla.serving.start import all_programs
 
 H200 = device.DeviceInfo("cuda", (9, 0), 132, 232_448)
 
@@ -31,26 +32,15 @@ class ShapesAlone(Engine):
         place = self.model.looped if device.DeviceInfo.current().platform == "cpu" else lambda params: params
         return jax.eval_shape(lambda params: (self._new_state(params), place(params)), params)
 
-    def trace_step(self, mode: ForwardMode, rows: int, max_len: int) -> jax.stages.Traced:
-        """The program of a chunk of so many rows or of so many requests that decode, with up to `max_len` tokens."""
-        extends = mode is ForwardMode.EXTEND
-        requests = self.options.max_batch if extends else rows
-        changes = requests + (-(-rows // self.spec.page_size) if extends else 0)
-        width = self.scheduler._bucket(max_len)
-        program, arguments = self._program(mode, requests, rows, width, changes, Choice.GREEDY, False, False)
+    def greedy(self, mode: ForwardMode) -> list[tuple]:
+        """The keys of the programs that serve greedily in this mode; the last has the largest sizes."""
+        return [key for key in all_programs(self) if key[0] is mode and Choice.GREEDY in key]
+
+    def trace_program(self, key: tuple) -> jax.stages.Traced:
+        """The program of a key, traced as an engine traces it."""
+        program, arguments = self._program(*key)
         with ENGINE_PROGRAM(True):
             return self._jitted(program).trace(*arguments)
-
-    def trace_all(self) -> None:
-        """All programs that serve greedily without drafts."""
-        sizes = (
-            (ForwardMode.EXTEND, SMALLEST_CHUNK, self.options.chunk_size),
-            (ForwardMode.DECODE, 1, self.options.max_batch),
-        )
-        lengths = dict.fromkeys(map(self.scheduler._bucket, _doubled(SMALLEST_BUCKET, self.options.max_len)))
-        for (mode, least, most), length in itertools.product(sizes, lengths):
-            for rows in _doubled(least, most):
-                self.trace_step(mode, rows, length)
 
 
 def served() -> Iterator[ShapesAlone]:
@@ -67,10 +57,5 @@ def trace_served() -> None:
     """Traces all of their programs as if on an H200, so that what they call is compiled."""
     with device.pretend(H200):
         for engine in served():
-            engine.trace_all()
-
-
-def _doubled(least: int, most: int) -> list[int]:
-    """`least`, twice that, and so on below `most`, and `most`."""
-    counts = itertools.takewhile(lambda count: count < most, (least << i for i in itertools.count()))
-    return [*counts, most]
+            for key in [*engine.greedy(ForwardMode.EXTEND), *engine.greedy(ForwardMode.DECODE)]:
+                engine.trace_program(key)

@@ -133,7 +133,8 @@ def test_the_kernels_of_a_program_as_on_an_h200(monkeypatch):
     options = EngineOptions(max_batch=2)
     with device.pretend(shapes_alone.H200):
         assert use_triton()
-        shapes_alone.ShapesAlone(presets.CONFIGS["v32"], options).trace_step(ForwardMode.DECODE, 2, 4096)
+        made = shapes_alone.ShapesAlone(presets.CONFIGS["v32"], options)
+        made.trace_program(made.greedy(ForwardMode.DECODE)[-1])
     assert use_triton() == (jax.default_backend() == "gpu")
     names = {kernel.__name__ for kernel, *_ in triton_launch.begun}
     assert {"write_kv_kernel", "topk_select_kernel", "sparse_mla_kernel"} <= names
