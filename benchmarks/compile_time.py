@@ -16,14 +16,10 @@ from typing import Any
 
 import jax
 
-from jax_sparse_mla.launch.transforms import ENGINE_PROGRAM
 from jax_sparse_mla.metadata import ForwardMode
-from jax_sparse_mla.serving import Model
-from jax_sparse_mla.serving.engine import Engine
-from jax_sparse_mla.serving.presets import CONFIGS, V4_FLASH_SLICE
-from jax_sparse_mla.serving.sampling import Choice
+from jax_sparse_mla.serving.presets import CONFIGS, V4_FLASH_SLICE, V32_SLICE
 from jax_sparse_mla.serving.scheduler import EngineOptions
-from jax_sparse_mla.serving.step import Program
+from jax_sparse_mla.serving.shapes_alone import ShapesAlone
 
 WINDOW, C4, C128 = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 BATCH, CHUNK, MAX_LEN = 8, 256, 4096
@@ -42,24 +38,13 @@ def v4_config(layers: int, full: bool) -> dict[str, Any]:
 
 
 def v32_config(layers: int, full: bool) -> dict[str, Any]:
-    config = CONFIGS["v32"] | {"num_hidden_layers": layers, "first_k_dense_replace": 1 if layers <= 4 else 3}
-    config |= {"num_attention_heads": 128, "num_key_value_heads": 128, "index_n_heads": 64, "index_topk": 2048}
-    if full:
-        config |= {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "q_lora_rank": 1536}
-        config |= {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
-        config |= {"n_group": 8, "topk_group": 4}
-    return config
+    config = dict(V32_SLICE if full else CONFIGS["v32"])
+    config |= {"num_hidden_layers": layers, "first_k_dense_replace": 1 if layers <= 4 else 3}
+    attention = "num_attention_heads", "num_key_value_heads", "index_n_heads", "index_topk"
+    return config | {name: V32_SLICE[name] for name in attention}
 
 
 CONFIG = {"v4": v4_config, "v32": v32_config}
-
-
-class ShapesAlone(Engine):
-    """An engine that compiles and does not run."""
-
-    def _place(self, params: Any) -> tuple[Any, Any]:
-        place = self.model.looped if jax.default_backend() == "cpu" else lambda params: params
-        return jax.eval_shape(lambda params: (self._new_state(params), place(params)), params)
 
 
 def main() -> None:
@@ -80,23 +65,10 @@ def main() -> None:
 
 
 def phases(args: argparse.Namespace, mode: str, layers: int) -> list[tuple[float, float]]:
-    model = Model.from_config(CONFIG[args.model](layers, args.full))
     options = EngineOptions(chunk_size=CHUNK, max_batch=BATCH, max_len=MAX_LEN)
-    engine = ShapesAlone(model, jax.eval_shape(lambda: model.init_params(0)), options)
-    extends, page = mode == "extend", model.spec.page_size
-    program = Program(
-        model=model,
-        mode=ForwardMode.EXTEND if extends else ForwardMode.DECODE,
-        num_requests=BATCH,
-        num_rows=CHUNK if extends else BATCH,
-        max_seq_len=MAX_LEN,
-        num_changes=BATCH + (CHUNK // page if extends else 0),
-        choice=Choice.GREEDY,
-        gathered=engine.prefill_backend == "flashmla_sparse",
-    )
-    arguments, times = (engine.params, engine.state, engine._pack(program, None)), [_now()]
-    with ENGINE_PROGRAM(True):
-        traced = engine._jitted(program).trace(*arguments)
+    engine = ShapesAlone(CONFIG[args.model](layers, args.full), options)
+    times = [_now()]
+    traced = engine.trace_program(engine.greedy(ForwardMode(mode))[-1])
     times.append(_now())
     lowered = traced.lower()
     times.append(_now())

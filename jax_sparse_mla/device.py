@@ -1,8 +1,10 @@
-"""A device as routing and launching know it. Plain data; JAX is asked by `DeviceInfo.current` alone."""
+"""A device as routing and launching know it. Plain data; JAX is asked by `DeviceInfo.current` and `has_gpu` alone."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 # Opt-in shared memory of one block, bytes, by compute capability (CUDA C++ Programming Guide, technical
 # specifications, less the 1 KiB that the system keeps): XLA does not report it. FlashMLA's record reads it.
@@ -42,6 +44,8 @@ class DeviceInfo:
     @classmethod
     def current(cls) -> DeviceInfo:
         """The first device of JAX's default backend."""
+        if _pretended is not None:
+            return _pretended
         import jax
 
         device = jax.devices()[0]
@@ -50,3 +54,26 @@ class DeviceInfo:
         major, minor = (int(part) for part in str(device.compute_capability).split("."))
         capability = (major, minor)
         return cls("cuda", capability, int(device.core_count), _SHARED_MEMORY_OPTIN.get(capability, 49_152))
+
+
+_pretended: DeviceInfo | None = None
+
+
+def has_gpu() -> bool:
+    """Whether JAX's default backend is an NVIDIA GPU."""
+    if _pretended is not None:
+        return _pretended.platform == "cuda"
+    import jax
+
+    return jax.default_backend() == "gpu" and "NVIDIA" in jax.devices()[0].device_kind.upper()
+
+
+@contextlib.contextmanager
+def pretend(device: DeviceInfo) -> Iterator[None]:
+    """Programs are traced as if JAX had this device, in all threads. They can be compiled for it and do not run."""
+    global _pretended
+    before, _pretended = _pretended, device
+    try:
+        yield
+    finally:
+        _pretended = before

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 
-import jax
-
 from jax_sparse_mla.attention.backend import BACKENDS, Call
 from jax_sparse_mla.attention.route import Plan, plan_call
-from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.device import DeviceInfo, has_gpu
 
 
 def missing_for(phase: str) -> dict[str, str]:
@@ -17,7 +15,7 @@ def missing_for(phase: str) -> dict[str, str]:
     missing = {}
     for name, backend in BACKENDS.items():
         why = backend.wrong_device(device)
-        if why is None and device.platform == "cuda" and jax.default_backend() != "gpu":
+        if why is None and device.platform == "cuda" and not has_gpu():
             why = None if backend.devices is None else "JAX has no GPU here"
         if why := why or backend.missing(phase, "jax", device):
             missing[name] = why

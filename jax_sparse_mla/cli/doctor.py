@@ -19,7 +19,7 @@ from jax_sparse_mla.cli.arguments import positive_int
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.indices.topk import route as topk
 from jax_sparse_mla.kv_cache.layout import workspace_layout
-from jax_sparse_mla.launch import build, triton_versions
+from jax_sparse_mla.launch import build, triton_carried, triton_versions
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, DEEPSEEK_V32
 from jax_sparse_mla.packages import version
 
@@ -41,8 +41,12 @@ def run(args: argparse.Namespace) -> int:
         unknown = triton_versions.unknown()
         print(f"triton     {triton}: " + ("unknown to our launchers, every launch takes the host longer" if unknown
                                           else "launched by our own launchers"))  # fmt: skip
+    kernels = [
+        f"{n} of triton {v}" + ("" if v == triton else " (not used)") for v, n in triton_carried.counts().items()
+    ]
     carried, others = build.carried()
     print(f"binaries   carried: {', '.join(carried) or 'none, compilers make them at the first use'}")
+    print(f"binaries   Triton's kernels carried: {', '.join(kernels) or 'none, Triton compiles them at the first use'}")
     if others:
         print(f"binaries   not used, made of other sources or for another machine: {', '.join(others)}")
     if version("torch") and BACKENDS["hopper"].wrong_device(device) is None:

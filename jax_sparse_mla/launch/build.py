@@ -2,7 +2,7 @@
 
 A binary is taken from the package, where `python -m jax_sparse_mla.launch.build` puts it before a wheel is built, or
 nvcc compiles it at the first use, which takes some seconds; `compile_cache` says where it is kept. Where neither
-works other kernels serve.
+works other kernels serve. Triton's kernels are put into the package by the same command (`launch/triton_carried.py`).
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def main() -> None:
         prog="python -m jax_sparse_mla.launch.build",
         description="Compiles the CUDA kernels, and what XLA and torch call them through, into the package, so that a "
         "wheel built from it carries them. It needs nvcc, a C++ compiler, apache-tvm-ffi and torch, and for torch's "
-        "prefill jax 0.11.1 or later with its CUDA plugin.",
+        "prefill jax 0.11.1 or later with its CUDA plugin. Triton, where it is installed, then compiles its kernels of "
+        "XLA's programs for SM90.",
     )
     parser.parse_args()
 
@@ -133,6 +134,18 @@ def main() -> None:
     with ThreadPoolExecutor(2) as threads:  # the largest library is several files, which are compiled side by side
         for path in threads.map(made, libraries()):
             print(path, flush=True)
+    print(_triton_kernels())
+
+
+def _triton_kernels() -> Path | str:
+    """Compiles Triton's kernels into the package, those of programs that `shapes_alone.served` names."""
+    from jax_sparse_mla.launch import triton_call, triton_carried, triton_launch
+    from jax_sparse_mla.serving import shapes_alone
+
+    if why := why_not("triton") or (None if triton_call.own_launcher() else "our launcher cannot be used"):
+        return f"Triton's kernels are left out: {why}"
+    shapes_alone.trace_served()
+    return triton_carried.write(triton_launch.begun)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ the plain JAX code that defines the result.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 
 from jax_sparse_mla import sharding
+from jax_sparse_mla.device import has_gpu
 from jax_sparse_mla.launch.transforms import KernelCall, shared
 from jax_sparse_mla.packages import why_not
 
@@ -33,7 +33,6 @@ def available() -> bool:
     return unready() is None
 
 
-@functools.cache
 def unready(phase: str = "", framework: str = "jax") -> str | None:
     """Why Triton kernels cannot be launched from JAX here, None if they can; from torch nothing is left to ask.
 
@@ -41,7 +40,7 @@ def unready(phase: str = "", framework: str = "jax") -> str | None:
     """
     if framework != "jax":
         return None
-    if jax.default_backend() != "gpu" or "NVIDIA" not in jax.devices()[0].device_kind.upper():
+    if not has_gpu():
         return "JAX's default backend is no NVIDIA GPU"
     from jax_sparse_mla.launch.triton_call import own_launcher
 

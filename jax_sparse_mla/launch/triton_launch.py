@@ -1,17 +1,21 @@
 """Launches of Triton kernels inside XLA programs by a few lines of our own C++, `kernel_launch.h`.
 
 Triton begins to compile a kernel for the GPU when the call is traced, in a thread beside those of the program's other
-kernels, and lowering waits for it. The program then calls a function that holds the machine code and the numbers, and
-takes XLA's buffers. jaxlib's launcher, which jax-triton emits, looks a kernel up by its whole text before every
-execution, of recorded calls too: for a step of 43 layers that takes the host longer than all else.
+kernels, unless the package carries it (`triton_carried.py`), and lowering waits for it. The program then calls a
+function that holds the machine code and the numbers, and takes XLA's buffers. jaxlib's launcher, which jax-triton
+emits, looks a kernel up by its whole text before every execution, of recorded calls too: for a step of 43 layers that
+takes the host longer than all else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import struct
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -21,7 +25,7 @@ import jax.extend as jex
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_sparse_mla.launch import triton_versions, tvm
+from jax_sparse_mla.launch import triton_carried, triton_versions, tvm
 from jax_sparse_mla.launch.describe import Launch
 from jax_sparse_mla.packages import give_triton_a_cache, once
 
@@ -134,13 +138,18 @@ for _platform in ("cuda", "cpu"):  # on a CPU, for the test's own driver
 
 
 _threads = ThreadPoolExecutor(os.cpu_count(), "triton")
-_begun: set[tuple] = set()
+begun: set[tuple] = set()  # what `compile_kernel` is asked for
+# Triton parses a kernel's source where it compiles it, and where it is hashed. Python 3.11 before 3.11.8 fails at times
+# where two threads parse at once (python/cpython#106905): there kernels are compiled one after the other.
+_parsing = threading.RLock() if sys.version_info < (3, 11, 8) else contextlib.nullcontext()
 
 
 def _begin(kernel: tuple) -> None:
     """Compiles in a thread, once; lowering meets its errors."""
-    if kernel not in _begun:
-        _begun.add(kernel)
+    with _parsing:
+        is_new = kernel not in begun
+        begun.add(kernel)
+    if is_new:
         _threads.submit(compile_kernel, *kernel)
 
 
@@ -150,10 +159,15 @@ def compile_kernel(
 ) -> Compiled:
     """The machine code for parameters of these types; pointers are at multiples of 16 bytes, as XLA's are.
 
+    It is the carried one, or Triton compiles it.
+
     Raises:
       RuntimeError: a kernel that asks for memory of its own or for thread block clusters, or a cache folder that cannot
         be written.
     """
+    if carried := triton_carried.load(kernel, types, constants, options, capability):
+        image, *said = carried
+        return Compiled(image, hashlib.sha256(image).hexdigest(), *said)
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -166,7 +180,8 @@ def compile_kernel(
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     give_triton_a_cache()
     try:
-        made = triton.compile(source, target=target, options=dict(options))
+        with _parsing:
+            made = triton.compile(source, target=target, options=dict(options))
     except OSError as error:
         raise RuntimeError(
             f"Triton cannot keep what it compiles ({error}): set TRITON_CACHE_DIR to a folder"

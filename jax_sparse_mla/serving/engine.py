@@ -320,7 +320,7 @@ class Engine:
             kind = "prefill" if plan.mode is ForwardMode.EXTEND else plan.mode.value
             with activity.show(f"compiling {kind} steps of {key[2]} rows"):
                 coming = self._coming.pop(key, None)
-                self._programs[key] = coming.result() if coming else self._compile(*key, self._decoding(plan))
+                self._programs[key] = coming.result() if coming else self._compile(*key, then=self._decoding(plan))
             plan.compile_seconds = time.perf_counter() - start
             self.compile_seconds += plan.compile_seconds
         program, call = self._programs[key]
@@ -448,7 +448,7 @@ class Engine:
         key = self._bucket(step)
         return None if key in self._programs or key in self._coming else key
 
-    def _compile(
+    def _program(
         self,
         mode: ForwardMode,
         requests: int,
@@ -458,8 +458,8 @@ class Engine:
         choice: Choice,
         replays: bool,
         return_selected: bool,
-        then: tuple | None = None,  # what a thread compiles, traced while XLA compiles this one
-    ) -> tuple[Program, Any]:
+    ) -> tuple[Program, tuple[Any, ...]]:
+        """The program of a bucket, and the arguments that it is traced for."""
         program = Program(
             model=self.model,
             mode=mode,
@@ -484,10 +484,16 @@ class Engine:
         if replays:
             shape = self.scheduler.selecting, rows, self.spec.index_width
             arguments = *arguments, jax.ShapeDtypeStruct(shape, np.int32)
+        return program, arguments
+
+    def _compile(self, *bucket: Any, then: tuple | None = None) -> tuple[Program, Any]:
+        """The bucket's program, compiled. `then`: another bucket, whose program is traced while XLA compiles this one,
+        and compiled in a thread."""
+        program, arguments = self._program(*bucket)
         key = program, self.mesh, *kept_programs.signature(arguments)
         if key not in _executables:
             devices = jax.local_devices()[:1] if self.mesh is None else self.mesh.devices.flatten().tolist()
-            options = options_without_search() if mode is ForwardMode.EXTEND else {}
+            options = options_without_search() if program.mode is ForwardMode.EXTEND else {}
 
             def lower() -> jax.stages.Lowered:
                 lowered = self._jitted(program).lower(*arguments)

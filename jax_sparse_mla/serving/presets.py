@@ -112,6 +112,23 @@ V4_FLASH_SLICE: Mapping[str, Any] = {
     "index_topk": 512,
     "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
 }
+# Two layers of DeepSeek-V3.2 in their true size, one of them dense.
+V32_SLICE: Mapping[str, Any] = {
+    **CONFIGS["v32"],
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
 # The models that benchmarks/serving.py measures: the small ones, and one that is too large for most devices.
 BENCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {**CONFIGS, "v4-flash-slice": V4_FLASH_SLICE}
 

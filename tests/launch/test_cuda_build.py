@@ -98,13 +98,15 @@ def test_the_command_puts_all_that_a_wheel_carries_into_the_package(kernels, mon
     prefill = dataclasses.replace(launcher, name="prefill", compiler="mosaic")
     monkeypatch.setattr(alone, "libraries", lambda: [prefill])
     monkeypatch.setattr(cuda_build.mosaic, "why_not", lambda: "JAX is old")
+    monkeypatch.setattr(cuda_build, "_triton_kernels", lambda: "Triton's kernels")  # test_triton_carried.py
     monkeypatch.setattr("sys.argv", ["build"])
     (kernels / "some-sm80-of-before.so").touch()
     cuda_build.main()
     made = sorted(path.name for path in kernels.glob("*.so"))
     kinds = [name.partition("-x")[0].partition("-a")[0] for name in made]
     assert kinds == ["launcher", "some-sm80", "some-sm90a", "tvm_bind"]
-    *printed, last = capsys.readouterr().out.splitlines()
-    assert sorted(printed) == [str(kernels / name) for name in made] and last == "prefill is left out: JAX is old"
+    *printed, prefill, last = capsys.readouterr().out.splitlines()
+    assert sorted(printed) == [str(kernels / name) for name in made] and last == "Triton's kernels"
+    assert prefill == "prefill is left out: JAX is old"
     monkeypatch.setattr(compile_cache.shutil, "which", lambda name: None)
     assert compile_cache.Path(module()).parent == kernels

@@ -4,7 +4,9 @@ import ctypes
 import struct
 import subprocess
 import sys
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -115,3 +117,22 @@ def test_a_driver_that_is_not_there(launched, monkeypatch):
     monkeypatch.setattr(triton_launch, "DRIVER", "libnone.so.9")
     with pytest.raises(RuntimeError, match=r"no CUDA driver: libnone\.so\.9"):
         launched(jnp.ones(16), n=9)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 11, 8), reason="this Python parses in several threads")
+def test_an_old_python_compiles_one_kernel_at_a_time(monkeypatch):
+    """Two threads that parse at once fail there, now and then (python/cpython#106905)."""
+    inside, most = [], []
+
+    def compiles(*_, **__):
+        inside.append(None)
+        time.sleep(0.02)
+        most.append(len(inside))
+        inside.pop()
+        raise RuntimeError("compiles nothing")
+
+    monkeypatch.setattr(triton, "compile", compiles)
+    asked = [(kernel, (), (("SIZE", size),), (), (9, 0)) for size in (3, 5)]
+    with ThreadPoolExecutor(2) as threads:
+        errors = [future.exception() for future in [threads.submit(triton_launch.compile_kernel, *x) for x in asked]]
+    assert list(map(str, errors)) == ["compiles nothing"] * 2 and most == [1, 1]

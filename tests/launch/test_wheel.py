@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "docs", "examples", "interop", "jax_sparse_mla", "kernels_cuda", "tests")
 FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "mkdocs.yml", "pyproject.toml", "setup.py")
 OTHER = "topk-sm90-x86_64-000000000000.so"
+TRITON = "triton-9.9.0.zip"
 WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 SDIST = WHEEL.replace("build_wheel", "build_sdist")
 
@@ -31,7 +32,9 @@ def tree(tmp_path_factory):
     """A copy of the checkout without what was built in it."""
     folder = tmp_path_factory.mktemp("tree")
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "out"))
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "*.zip", "__pycache__", "out")
+        )
     for name in FILES:
         shutil.copy(ROOT / name, folder)
     return folder
@@ -69,17 +72,19 @@ def test_with_binaries_it_is_for_this_one_and_says_which_are_used(tree, tmp_path
     carried = {compile_cache.carried_path(library).name for library in build.libraries()}
     for name in (*carried, OTHER):
         (tree / "kernels_cuda" / name).write_text("no library")
+    with zipfile.ZipFile(tree / "kernels_cuda" / TRITON, "w") as archive:
+        archive.writestr("a kernel", "no machine code")
     try:
         wheel, sdist = (built(code, tree, tmp_path / name) for name, code in (("wheel", WHEEL), ("sdist", SDIST)))
     finally:
-        for path in tree.glob("kernels_cuda/*.so"):
+        for path in (*tree.glob("kernels_cuda/*.so"), tree / "kernels_cuda" / TRITON):
             path.unlink()
     assert "-cp311-abi3-linux_" in wheel.name
     with tarfile.open(sdist) as file:
         held = {name.partition("/")[2] for name in file.getnames()}
     assert {"tests/conftest.py", "docs/guides/install.md", "examples/jax_decode.py", "benchmarks/results.json"} <= held
     assert {"interop/sparse_mla_torch/launch/launcher.c", "kernels_cuda/sm90.cuh", "setup.py", "mkdocs.yml"} <= held
-    assert not [name for name in held if name.endswith((".so", ".pyc"))]
+    assert not [name for name in held if name.endswith((".so", ".zip", ".pyc"))]
 
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     code = """
@@ -105,6 +110,7 @@ print(json.dumps([loaded, refused, dict(importlib.metadata.metadata("jax-sparse-
     (line,) = [line for line in out.splitlines() if line.startswith("binaries   carried: ")]
     assert set(line.removeprefix("binaries   carried: ").split(", ")) == {library.name for library in build.libraries()}
     assert f"for another machine: {OTHER}\n" in out
+    assert "binaries   Triton's kernels carried: 1 of triton 9.9.0 (not used)\n" in out
     assert metadata["Version"] and metadata["Classifier"] and metadata["Requires-Python"] == ">=3.11"
 
 
@@ -124,7 +130,8 @@ def test_an_installed_wheel_needs_no_compiler(tree, tmp_path):
     pytest.importorskip("tvm_ffi")
     if compile_cache.find_compiler("nvcc") is None:
         pytest.skip("needs nvcc")
-    code = "from jax_sparse_mla.launch import build; build.KERNELS = {'topk': ('90',)}; build.main()"
+    code = "from jax_sparse_mla.launch import build; build.KERNELS = {'topk': ('90',)}; "
+    code += "from jax_sparse_mla.serving import shapes_alone; shapes_alone.served = lambda: (); build.main()"
     paths = os.pathsep.join(map(str, (tree, tree / "interop")))
     python(code, cwd=tree, env=os.environ | {"PYTHONPATH": paths})
     wheel = built(WHEEL, tree, tmp_path / "dist")

@@ -33,7 +33,7 @@ def tracked_files():
         folders = (*PACKAGES, "tests", "docs", "examples", "benchmarks", "kernels_cuda", ".ci")
         files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
         files += [path for path in ROOT.iterdir() if path.suffix in (".md", ".toml")]
-        files = [path for path in files if path.suffix != ".so"]  # git ignores compiled kernels
+        files = [path for path in files if path.suffix not in (".so", ".zip")]  # git ignores compiled kernels
     return [path for path in files if path.is_file() and "__pycache__" not in path.parts]
 
 
@@ -168,7 +168,7 @@ def test_every_package_and_kernel_source_is_in_the_wheel():
     ]
     assert {path.parent for path in files if path.suffix == ".py"} | {ROOT / "kernels_cuda"} == set(folders.values())
     data = {path for name, folder in folders.items() for glob in carried.get(name, []) for path in folder.glob(glob)}
-    built = {path for path in data if path.suffix == ".so"}  # by jax_sparse_mla.launch.build, for a wheel
+    built = {path for path in data if path.suffix in (".so", ".zip")}  # by jax_sparse_mla.launch.build, for a wheel
     assert {path for path in files if path.suffix not in (".py", ".md")} == data - built
 
 

@@ -168,9 +168,9 @@ def test_decoding_is_compiled_beside_the_prompts_program(monkeypatch):
     params, outputs, compiled = model.init_params(0), [], []
     compile_one = engine.Engine._compile
 
-    def compiles(self, mode, *bucket):
+    def compiles(self, mode, *bucket, **then):
         compiled.append((mode, threading.current_thread() is threading.main_thread()))
-        return compile_one(self, mode, *bucket)
+        return compile_one(self, mode, *bucket, **then)
 
     monkeypatch.setattr(engine.Engine, "_compile", compiles)
     for ahead in (True, False):
