@@ -12,12 +12,13 @@ from typing import Any
 import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 from jax_sparse_mla.serving.files import path_in, read_json
 from jax_sparse_mla.serving.presets import TOKENIZER_FILES, ByteTokenizer
 
 LONGEST_TEMPLATE = 1_000_000  # bytes
+MOST_WAITING = 16  # tokens that make no whole character; one of UTF-8 has at most four
 # For a model without a tokenizer: roles and their words, line by line.
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -77,6 +78,7 @@ class Tokenizer:
         self.template = (
             None if not isinstance(template, str) else compiled(template, {k: v for k, v in names.items() if v})
         )
+        self._byte_of = _byte_of() if isinstance(self._tokenizer.decoder, ByteLevel) else {}
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         # As transformers 5 has it: tokenizer.json says which are added, not add_bos_token of tokenizer_config.json.
@@ -86,6 +88,10 @@ class Tokenizer:
         return _StreamDecoder(self._tokenizer)
 
     def piece(self, token: int) -> bytes:
+        """The bytes of one token, which may be a part of a character where they are those of a byte-level tokenizer."""
+        of_chars = [self._byte_of.get(char) for char in self._tokenizer.id_to_token(token) or ""]
+        if of_chars and None not in of_chars:
+            return bytes(of_chars)
         return self._tokenizer.decode([token], skip_special_tokens=False).encode()
 
 
@@ -99,6 +105,8 @@ class _StreamDecoder:
     def feed(self, token: int) -> str:
         text = self._stream.step(self._tokenizer, token)
         self._waiting = [] if text is not None else [*self._waiting, token]
+        if len(self._waiting) == MOST_WAITING:  # no UTF-8; the library would read all of it again with each token
+            text, self._waiting, self._stream = self.end(), [], DecodeStream(skip_special_tokens=True)
         return text or ""
 
     def end(self) -> str:
@@ -167,6 +175,15 @@ class Stops:
 
     def _begins(self, text: str) -> bool:
         return any(stop.startswith(text) for stop in self._stops)
+
+
+def _byte_of() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for: printable ones of Latin-1 for their own, those
+    behind Latin-1 for the others, in order."""
+    chars = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    own = {char: ord(char) for char in chars if ord(char) < 256}
+    others = (byte for byte in range(256) if byte not in own.values())
+    return own | dict(zip(chars[len(own) :], others))
 
 
 def _has(folder: Path, name: str) -> bool:

@@ -76,6 +76,23 @@ def test_characters_of_several_tokens_come_whole(folder):
         assert cut.endswith("�") and cut == text._tokenizer.decode(tokens[:-1])
 
 
+def test_tokens_have_their_bytes(folder):
+    """Also those that are a part of a character, which the library alone gives as the replacement character."""
+    text = Tokenizer(folder)
+    tokens = text.encode(TEXT + "ß\x00\xa0\xad", special=False)
+    assert b"".join(map(text.piece, tokens)).decode() == TEXT + "ß\x00\xa0\xad"
+    assert text.piece(0) == b"<s>"
+
+
+def test_what_is_no_text_does_not_wait_for_ever(folder):
+    """Nor is it read again with each token: a request for it would take all of the event loop's time."""
+    text = Tokenizer(folder)
+    (broken,) = {token for token in range(300) if text.piece(token) == b"\x81"}
+    pieces = list(map((decoder := text.decoder()).feed, [broken] * 100))
+    assert len("".join(pieces)) > 80 and len("".join(pieces) + decoder.end()) == 100
+    assert decoded(text, [broken] * 50 + text.encode(TEXT)) == "�" * 50 + TEXT
+
+
 @given(st.lists(st.integers(0, 300), max_size=40))
 def test_bytes_that_come_one_by_one_are_those_of_all(tokens):
     text = Bytes()
