@@ -250,12 +250,12 @@ class _Sent(Response):
             self._job.request.cancel()
 
     async def _whole(self) -> Response:
-        whole = Piece("", [])
         try:
-            async for piece in self._job.pieces():
-                whole = Piece(whole.text + piece.text, whole.logprobs + piece.logprobs, piece.finish)
+            pieces = [piece async for piece in self._job.pieces()]
         except ApiError as error:
             return _of_error(error)
+        logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
+        whole = Piece("".join(piece.text for piece in pieces), logprobs, pieces[-1].finish)
         return JSONResponse(self._answer.whole(whole, self._job.tokens))
 
     async def _stream(self, send: Send) -> None:
@@ -291,4 +291,5 @@ def _busy(refused: Refused) -> ApiError:
 
 def _of_error(error: ApiError) -> Response:
     headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
-    return JSONResponse(error.body(), error.status, headers)
+    body = json.dumps(error.body())  # in ASCII: a body's names may be no UTF-8
+    return Response(body, error.status, headers, media_type="application/json")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import reprlib
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -96,7 +97,7 @@ class _Fields(dict[str, Any]):
     def of(self, name: str, kinds: type | tuple[type, ...], what: str, default: Any) -> Any:
         value = self.get(name, default)
         if name in self and (not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool)):
-            raise _wrong(name, f"{name} must be {what}, got {json.dumps(value)[:60]}")
+            raise _wrong(name, f"{name} must be {what}, got {reprlib.repr(value)}")
         return value
 
     def flag(self, name: str) -> bool:
@@ -110,10 +111,10 @@ class _Fields(dict[str, Any]):
         return value
 
     def number(self, name: str, default: float) -> float:
-        value = float(self.of(name, (int, float), "a number", default))
-        if not math.isfinite(value):
+        value = self.of(name, (int, float), "a number", default)
+        if not abs(value) <= sys.float_info.max:
             raise _wrong(name, f"{name} must be finite")
-        return value
+        return float(value)
 
 
 def _wrong(name: str, message: str, code: str | None = None) -> ApiError:
@@ -147,9 +148,10 @@ def parse(raw: bytes, chat: bool, served: Served) -> Asked:
     try:
         request = Request(prompt, new or left, sampling=_sampling(fields, served), eos_token_ids=served.eos_token_ids)
         request.top_logprobs, request.adjust = _logprobs(fields, chat), _adjust(fields, served)
-    except (ValueError, OverflowError) as error:  # whose first word is the field's name
+    except ValueError as error:  # whose first word is the field's name
         raise _wrong(str(error).split()[0], str(error)) from error
-    usage = of_stream.get("include_usage") is True
+    if not isinstance(usage := of_stream.get("include_usage") or False, bool):
+        raise _wrong("stream_options", "stream_options.include_usage must be true or false")
     return Asked(request, chat, stream=fields.flag("stream"), usage=usage, stops=_stops(fields))
 
 
@@ -198,10 +200,10 @@ def _message(message: Any) -> dict[str, Any]:
         raise _wrong("messages", f"messages with {min(unknown)} are not served here")
     content = given.get("content")
     if isinstance(content, list):
-        kinds = {part.get("type") if isinstance(part, dict) else None for part in content}
-        if kinds - {"text"}:
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             raise _wrong("messages", "parts of a message that are no text are not served here")
-        content = "".join(str(part.get("text", "")) for part in content)
+        texts = [part.get("text") for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str):
         raise _wrong("messages", "the content of a message must be a text or a list of texts")
     return {**given, "content": content}
@@ -240,7 +242,7 @@ def _logprobs(fields: _Fields, chat: bool) -> int | None:
 
 def _adjust(fields: _Fields, served: Served) -> tuple[float, ...]:
     bias = fields.of("logit_bias", dict, "an object", {})
-    if not all(token.isdecimal() and type(value) in (int, float) for token, value in bias.items()):
+    if not all(token.isdecimal() and len(token) < 10 and type(bias[token]) in (int, float) for token in bias):
         raise _wrong("logit_bias", "logit_bias must have tokens as names and numbers as values")
     if any(int(token) >= served.vocab_size for token in bias):
         raise _wrong("logit_bias", f"logit_bias has tokens out of the model's vocabulary of {served.vocab_size}")
@@ -249,7 +251,7 @@ def _adjust(fields: _Fields, served: Served) -> tuple[float, ...]:
         min_p=fields.number("min_p", 0),
         presence_penalty=fields.number("presence_penalty", 0),
         frequency_penalty=fields.number("frequency_penalty", 0),
-        logit_bias={int(token): float(value) for token, value in bias.items()},
+        logit_bias={int(token): value for token, value in bias.items()},
     )
 
 

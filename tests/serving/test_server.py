@@ -208,6 +208,12 @@ BAD = [
     ({"presence_penalty": 3}, "presence_penalty", "presence_penalty must be"),
     ({"top_k": 1 << 30}, "top_k", "top_k must be"),
     ({"min_p": 2}, "min_p", "min_p must be"),
+    ({"temperature": 10**400}, "temperature", "temperature must be finite"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "logit_bias must have tokens"),
+    ({"logit_bias": {"1": 10**400}}, "logit_bias", "values from -100 to 100"),
+    ({"stream_options": {"include_usage": "yes"}}, "stream_options", "include_usage must be true or false"),
+    ({"stream_options": {"\ud800": 1}}, "stream_options", "stream_options.\ud800 is not served"),
+    ({"\ud800": 1}, "\ud800", "is not served"),
     ({"prompt": ""}, "prompt", "no tokens"),
     ({"prompt": ["a", "b"]}, "prompt", "prompt must be one text"),
     ({"prompt": [[1], [2]]}, "prompt", "prompt must be one text"),
@@ -219,7 +225,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param", "message"), BAD, ids=[f"{i}-{case[1]}" for i, case in enumerate(BAD)])
+@pytest.mark.parametrize(("fields", "param", "message"), BAD, ids=[f"{i}-{case[1]!a}" for i, case in enumerate(BAD)])
 def test_what_is_not_served_is_refused_by_name(server, fields, param, message):
     status, body = server.ask("POST", "/v1/completions", {"model": "summing", "prompt": "1", "max_tokens": 2} | fields)
     error = json.loads(body)["error"]
@@ -232,6 +238,9 @@ CHATS = [
     ({"messages": [{"role": "user"}]}, "the content of a message must be"),
     ({"messages": [{"content": "1"}]}, "a message must be an object"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no text are not served"),
+    ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "no text are not served"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "a text or a list of texts"),
+    ({"messages": [{"role": "user", "content": "1", "\ud800": 1}]}, "messages with \ud800 are not served"),
     ({"messages": [{"role": "assistant", "content": "1", "tool_calls": [{}]}]}, "tool_calls are not served"),
     ({"top_logprobs": 1}, "top_logprobs needs logprobs"),
     ({"prompt": "1"}, "prompt is not served"),
@@ -270,6 +279,12 @@ def test_the_client_sees_its_own_errors(server, client):
 def test_bodies_that_are_none(server, body, status, message):
     got, answer = server.ask("POST", "/v1/completions", body)
     assert got == status and message in json.loads(answer)["error"]["message"]
+
+
+def test_no_depth_of_a_body_is_a_fault_of_the_server(server):
+    for depth in range(975, 1000):  # the parser's limit is within
+        body = b'{"prompt": "1", "seed": %s%s}' % (b"[" * depth, b"]" * depth)
+        assert server.ask("POST", "/v1/completions", body)[0] == 400
 
 
 def test_other_paths_and_types(server):
