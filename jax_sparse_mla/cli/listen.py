@@ -18,6 +18,8 @@ LAST_SECONDS = 5  # for the last words to clients, once the time to finish is ov
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket bound to an address; raises OSError where that cannot be."""
+    if port >= 1 << 16:  # of which the system would take the last 16 bits
+        raise OSError(f"--port {port}: must be below {1 << 16}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
     from jax_sparse_mla.cli.listen import Server, bound
 
     key = _key(args.api_key_file)  # before what takes long
-    template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
+    template = None if args.chat_template is None else _read(args.chat_template)
     with bound(args.host, args.port) as socket:
         keep_programs()
         api = new_api(args, key, template)
@@ -108,10 +108,17 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _key(file: Path | None) -> str | None:
-    key = os.environ.get(KEY) if file is None else file.read_text(encoding="utf-8").strip()
+    key = os.environ.get(KEY) if file is None else _read(file).strip()
     if key is not None and not (key and key.isascii() and key.isprintable()):
         raise ValueError(f"the API key of {file or KEY} must be printable ASCII, and not empty")
     return key
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def new_api(args: argparse.Namespace, key: str | None = None, template: str | None = None) -> Any:
@@ -135,6 +142,7 @@ def new_api(args: argparse.Namespace, key: str | None = None, template: str | No
     with activity.show("starting JAX and loading the model"):
         setup = new_setup(args, None)
     hook, model = Adjust(), setup.model
+    text = text_of(args.model, model.vocab_size, template)  # before what takes long
     reuse = args.reuse_points if args.reuse_points is not None else 0 if model.is_recurrent else 16
     options = EngineOptions(
         bf16_cache=args.kv_cache == "bf16",
@@ -161,7 +169,7 @@ def new_api(args: argparse.Namespace, key: str | None = None, template: str | No
     defaults = {} if args.model is None else generation_config(args.model)
     served = Served(
         name=args.name or (Path(args.model).resolve().name if args.model else args.preset or DEFAULT_PRESET),
-        text=text_of(args.model, model.vocab_size, template),
+        text=text,
         hook=hook,
         eos_token_ids=tuple(setup.eos_token_ids),
         room=min(args.max_len, pages * page - options.speculative_steps),

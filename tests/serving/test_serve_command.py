@@ -30,6 +30,7 @@ def test_a_port_that_is_taken_and_a_host_that_is_none(capsys):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         assert "in use" in refused(capsys, "--port", str(taken.getsockname()[1]))
     assert "--host nowhere.invalid" in refused(capsys, "--host", "nowhere.invalid")
+    assert "--port 70000: must be below 65536" in refused(capsys, "--port", "70000")
 
 
 @pytest.mark.parametrize("text", ["", "\n", "naïve", "two\nlines"])
@@ -40,6 +41,17 @@ def test_a_key_that_is_none(capsys, tmp_path, monkeypatch, text):
     monkeypatch.setenv("JAX_SPARSE_MLA_API_KEY", text)
     assert "JAX_SPARSE_MLA_API_KEY must be printable ASCII" in refused(capsys)
     assert "no_such_file" in refused(capsys, "--api-key-file", str(tmp_path / "no_such_file"))
+
+
+def test_a_template_that_is_none_is_refused_before_programs_are_compiled(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("uvicorn")
+    monkeypatch.setattr("jax_sparse_mla.serving.start.sized", None)
+    template = tmp_path / "template"
+    template.write_bytes(b"\xff")
+    assert f"{template} is no UTF-8: invalid start byte at byte 0" in refused(capsys, "--chat-template", str(template))
+    template.write_text("{% for %}")
+    arguments = "--port", "0", "--device", "cpu", "--warmup", "--chat-template", str(template)
+    assert main(["serve", *arguments]) == 2 and "the chat template is none" in capsys.readouterr().err
 
 
 def test_no_such_folder(capsys, tmp_path):
