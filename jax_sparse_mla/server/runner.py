@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 
 from jax_sparse_mla.serving.engine import Engine
-from jax_sparse_mla.serving.request import FAILED, CallbackError, Request
+from jax_sparse_mla.serving.request import ABORTED, FAILED, CallbackError, Request
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Runner:
         self.refuse(why)  # before those that are open end: no other comes
         for request in list(self._open):
             request.error = request.error or why
-            request.end(FAILED)
+            request.end(ABORTED if self.failure is None else FAILED)
         self._tell(())
 
     def _end(self, request: Request) -> None:

@@ -511,6 +511,17 @@ def test_requests_come_from_any_thread():
         runner.submit(Request([1], 1))
 
 
+def test_what_has_not_come_to_the_engine_ends_as_the_others_do():
+    """503 in the protocol, not 500: the server ends, and has not failed."""
+    ends = []
+    runner = Runner(new_engine(), 10, lambda states, _: ends.extend(ended for _, _, ended in states))
+    runner.submit(Request([1], 5))
+    runner.stop()
+    runner.start()
+    wait(lambda: ends)
+    assert ends == ["aborted"] and not runner.open
+
+
 def test_what_comes_during_a_step_that_fails_is_answered():
     engine, entered, failing, ends = new_engine(), threading.Event(), threading.Event(), []
 
