@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 import time
@@ -63,7 +62,7 @@ class Server(uvicorn.Server):
         if self._until is not None:
             over = self.signals > 1 or time.monotonic() >= self._until
             if over:
-                await asyncio.to_thread(self._api.runner.stop)
+                await self._api.stop()
             if over or not (self._api.answering or self._api.runner.open):
                 return True
         return await super().on_tick(counter)

@@ -39,6 +39,7 @@ class Job:
         self.seen = 0  # tokens of the request that are counted
         self.last = arrived  # when its latest token came
         self.finish: str | None = None
+        self.given_up = False
         self._eos, self._read = served.eos_token_ids, 0
         self._decoder, self._stops = served.text.decoder(), Stops(asked.stops)
         self.woken = asyncio.Event()  # when there may be more
@@ -54,7 +55,7 @@ class Job:
 
     def _new(self) -> Piece:
         """What has come since the last call."""
-        ended = self.request.ended  # before its tokens: none comes behind it
+        ended = self.request.ended or (ABORTED if self.given_up else None)  # before its tokens: none comes behind it
         output, piece = self.request.output, Piece("", [])
         while self._read < len(output) and self.finish is None:
             self._take(output[self._read], piece)
@@ -124,11 +125,20 @@ class Api:
         self._loop = asyncio.get_running_loop()
         self.runner.start()
         yield
-        await asyncio.to_thread(self.runner.stop)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Ends all requests, also where the engine's thread is in a step that does not end."""
+        if not await asyncio.to_thread(self.runner.stop):
+            for job in self._jobs.values():
+                job.given_up = True
+                job.woken.set()
 
     # From the engine's thread to the jobs.
 
     def _notify(self, states: Collection[State], now: float) -> None:
+        if self._loop.is_closed():  # by a server that did not wait for the last step
+            return
         self._loop.call_soon_threadsafe(self._tell, states, now)
 
     def _tell(self, states: Collection[State], now: float) -> None:

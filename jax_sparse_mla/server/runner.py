@@ -12,6 +12,7 @@ from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.request import ABORTED, FAILED, CallbackError, Request
 
 log = logging.getLogger(__name__)
+STOP_SECONDS = 5.0  # that `stop` waits for a step to end; one that compiles takes longer
 
 # A request, how many tokens it has and how it has ended, if it has; and the time of all of them.
 State = tuple[Request, int, str | None]
@@ -85,13 +86,13 @@ class Runner:
         with self._lock:
             self.refusing = self.refusing or why
 
-    def stop(self, timeout: float = 10.0) -> bool:
-        """Ends all requests and the thread; returns whether it has ended in so many seconds."""
+    def stop(self) -> bool:
+        """Ends all requests and the thread; returns whether it has ended within `STOP_SECONDS`."""
         self.refuse("the server is shutting down")
         self._aborting = True
         self._wake.set()
         if self._thread.ident is not None:
-            self._thread.join(timeout)
+            self._thread.join(STOP_SECONDS)
         return not self._thread.is_alive()
 
     # The thread.

@@ -178,12 +178,15 @@ fault("server-usage", "a stream says more tokens than it has",
 fault("server-key", "half a key will do", "key.strip().encode", "self._key.decode().encode")
 fault("server-body", "a body may have any size", "if len(body) > self._most_body:", "if False:")
 fault("server-content-type", "a page of any site can ask", '!= "application/json":', '== "image/png":')
+fault("server-given-up", "a step that does not end holds up the end", "job.given_up = True", "job.given_up = False")
 fault = of("jax_sparse_mla/server/runner.py", "tests/serving/test_server.py")
 fault("runner-coming", "what has just come when a step fails is not answered",
       "for request in list(self._open):", "for request in ():")
 fault("runner-limit", "the queue has no end", "if len(self._open) >= self.limit:", "if False:")
 fault("runner-refusing", "a runner that has failed takes requests", "if self.refusing is not None:", "if False:")
-fault = of("jax_sparse_mla/server/protocol.py", "tests/serving/test_server.py")
+fault("runner-ends", "what waits when the server ends is said to have failed",
+      "request.end(ABORTED if self.failure is None else FAILED)", "request.end(FAILED)")
+fault = of("jax_sparse_mla/server/protocol.py", "tests/serving/test_server_refusals.py")
 fault("protocol-unknown", "a field that is not served is ignored", 'raise _wrong(name, f"{name} is not served here',
       'log = (name, f"{name} is not served here')
 fault("protocol-seed", "requests share a seed",
@@ -191,6 +194,7 @@ fault("protocol-seed", "requests share a seed",
 fault = of("jax_sparse_mla/server/text.py", "tests/serving/test_server_text.py")
 fault("stops-held", "the beginning of a stop string is sent", "(len(stop) for stop in self._stops), default=1) - 1",
       "(len(stop) for stop in self._stops), default=1) - 2")
+fault("text-waiting", "what is no UTF-8 waits for ever", "== MOST_WAITING:", "== -1:")
 fault("stops-end", "what is held back is lost", "        return self._held\n", '        return ""\n')
 fault("template-sandbox", "a chat template is not kept in a sandbox",
       "environment = ImmutableSandboxedEnvironment(", "environment = jinja2.Environment(")
