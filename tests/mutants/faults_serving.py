@@ -82,7 +82,7 @@ fault("counts-kept", "a row's counts are those of the request before, too",
 fault("logprobs-of-others", "log-probabilities are those of the most likely token",
       "log_probs(own, tokens, MOST", "log_probs(own, greedy(own)[0], MOST")
 fault("pages-ahead", "pages that are mapped before a step are not those of its own",
-      "rest, plan.mapped = plan.mapped[room:], plan", "rest, plan.mapped = plan.mapped[:0], plan")
+      "rest, plan.mapped = mapped[room:], mapped", "rest, plan.mapped = mapped[:0], mapped")
 fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_engine_faults.py")
 fault("failed-not-ended", "a token of logits that are not finite is taken", "if math.isnan(margin):", "if False:")
 fault("failed-reused", "pages of a request whose logits were not finite are reused",
@@ -116,6 +116,8 @@ fault("block-targets", "a drafter reads the layers before its targets",
       "if run.first in targets:", "if run.first + 1 in targets:")
 fault("block-loop", "a loop takes a drafter's targets", "i if i in targets else None", "None")
 fault = of("jax_sparse_mla/serving/step.py", "tests/serving/test_dspark.py")
+fault("block-first-page", "a request begins in a step that does not know",
+      'np.argsort(plan.mapped[:, 1] > 0, kind="stable")', "np.arange(len(plan.mapped))")
 fault("block-accepted", "an accepted token leaves no keys",
       "starts + accepted + 1, starts)", "starts + accepted, starts)")
 fault = of("jax_sparse_mla/serving/checkpoint.py", "tests/serving/test_dspark.py")

@@ -4,6 +4,7 @@ released tensors are read."""
 import collections
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.quantised import WeightFormat
 from jax_sparse_mla.serving.request import Request, Sampling
 from jax_sparse_mla.serving.scheduler import EngineOptions
+from jax_sparse_mla.serving.step import changes_ahead
 
 SIZES = Sizes()
 MARKOV = 0.55
@@ -232,6 +234,16 @@ def test_an_engine_drafts_by_it():
             kept[right.index(False)] += 1
             known += 1 + right.index(False)
     assert engine.accepted == kept and len(kept) > 2
+
+
+def test_a_step_knows_which_requests_begin():
+    """Of pages that are mapped before it, none is a request's first."""
+    mapped = np.array([(row, index, 9, 9) for row in (2, 0) for index in range(70)])
+    plan = SimpleNamespace(mapped=mapped)
+    ahead = changes_ahead(plan, room=3, num_table_rows=4).reshape(-1, 4)
+    assert plan.mapped[:, :2].tolist() == [[2, 0], [0, 0], [2, 1]]
+    whole = np.concatenate([plan.mapped, ahead[ahead[:, 0] < 4]])
+    assert sorted(whole.tolist()) == sorted(mapped.tolist())
 
 
 @pytest.mark.long
