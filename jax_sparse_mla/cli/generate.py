@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     backends = "serve the same tokens with each of these backends too, and compare the logits"
     add("--compare-backends", type=backend_names, default=[], metavar="NAME,…", help=backends)
     drafts = (
-        "draft K tokens at a time with the checkpoint's draft layer or, without one, the model's first layer, verify "
-        f"them in one step; at most {MAX_DRAFTS} (default: plain decoding)"
+        "draft K tokens at a time with the checkpoint's draft layer or drafter or, without one, the model's first "
+        f"layer, verify them in one step; at most {MAX_DRAFTS} (default: plain decoding)"
     )
     add("--speculative-steps", type=positive_int, metavar="K", help=drafts)
     oracle = "with --speculative-steps: propose plain decoding's own token with this probability"

@@ -33,9 +33,9 @@ def rope_parameters(config: Any) -> Mapping[str, Any]:
 _POSITIVE = """vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank intermediate_size
     moe_intermediate_size n_routed_experts num_local_experts index_n_heads index_head_dim index_topk qk_nope_head_dim
     v_head_dim o_groups o_lora_rank hc_mult sliding_window linear_num_heads linear_head_dim linear_conv_kernel_dim
-    num_heads short_conv_kernel_size original_max_position_embeddings max_position_embeddings"""
+    num_heads short_conv_kernel_size original_max_position_embeddings max_position_embeddings dspark_markov_rank"""
 _INTEGERS = """head_dim qk_rope_head_dim first_k_dense_replace num_hash_layers n_shared_experts n_group topk_group
-    num_experts_per_tok hc_sinkhorn_iters"""
+    num_experts_per_tok hc_sinkhorn_iters dspark_block_size dspark_noise_token_id"""
 _NUMBERS = """rms_norm_eps rope_theta compress_rope_theta routed_scaling_factor hc_eps partial_rotary_factor
     linear_lower_bound gate_lower_bound factor mscale mscale_all_dim attention_factor beta_fast beta_slow"""
 _BOOLS = "tie_word_embeddings norm_topk_prob truncate safe_gate"
@@ -62,7 +62,7 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "swiglu_limit": (lambda value: _is_number(value) or value == math.inf, "a number"),
     "layer_types": (lambda value: _are(value, str), "a list of names"),
     "mlp_layer_types": (lambda value: _are(value, str), "a list of names"),
-    "compress_ratios": (lambda value: _are(value, int), "a list of integers"),
+    **dict.fromkeys(("compress_ratios", "dspark_target_layer_ids"), (lambda x: _are(x, int), "a list of integers")),
 }
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from jax_sparse_mla.serving import deepseek_v4, deepseek_v32, glm53
-from jax_sparse_mla.serving.config import Config, Glm53Config, V4Config, V32Config
+from jax_sparse_mla.serving.config import BlockDrafter, Config, Glm53Config, V4Config, V32Config
 from jax_sparse_mla.serving.params import (
+    BlockDraftParams,
     DraftParams,
     HeadParams,
     LayerParams,
@@ -34,7 +35,7 @@ def read_params(config: Config, tensors: Tensors, draft_layer: bool) -> ModelPar
             pool: stack_layers([layer.attention for layer, its_pool in zip(layers, config.pools) if its_pool == pool])
             for pool in set(config.pools)
         },
-        draft=_read_draft(config, tensors) if draft_layer else None,
+        draft=_read_drafter(config, tensors) if draft_layer else None,
     )
 
 
@@ -56,7 +57,9 @@ def _read_head(config: Config, tensors: Tensors, name: str) -> HeadParams:
     )
 
 
-def _read_draft(config: Config, tensors: Tensors) -> DraftParams:
+def _read_drafter(config: Config, tensors: Tensors) -> DraftParams | BlockDraftParams:
+    if isinstance(config, V4Config) and config.block_drafter is not None:
+        return _read_block_drafter(config, config.block_drafter, tensors)
     i, hidden, module = config.num_layers, config.hidden_size, MODULES[type(config)]
     layer = tensors.layer(_read_layer, config, i, config.layer_kind(i))
     tensors = tensors.under("draft.")
@@ -69,10 +72,27 @@ def _read_draft(config: Config, tensors: Tensors) -> DraftParams:
     )
 
 
+def _read_block_drafter(config: V4Config, drafter: BlockDrafter, tensors: Tensors) -> BlockDraftParams:
+    hidden, layers, number = config.hidden_size, config.num_layers, len(drafter.targets)
+    stages = [tensors.layer(_read_layer, config, i, config.layer_kind(i)) for i in range(layers, layers + number)]
+    first, last = tensors.under("draft.0."), tensors.under(f"draft.{number - 1}.")
+    size = config.vocab_size, drafter.markov_rank
+    return BlockDraftParams(
+        target_proj=first.stored("main_proj.weight", (hidden, number * hidden)),
+        target_norm=_read_norm(config, first, "main_norm.weight"),
+        stages=stages,
+        head=_read_head(config, last, "norm.weight"),
+        markov_rows=last("markov_head.markov_w1.weight", size),
+        markov_logits=last("markov_head.markov_w2.weight", size),
+    )
+
+
 def _read_layer(config: Config, i: int, tensors: Tensors) -> LayerParams:
-    """The parameters of layer i; that behind the last one is the draft layer."""
+    """The parameters of layer i; behind the last one are the draft layer, or the stages of a drafter."""
     kind, mlp_kind = config.layer_kind(i)
-    tensors = tensors.under(f"layers.{i}." if i < config.num_layers else "draft.")
+    is_stage = getattr(config, "block_drafter", None) is not None
+    draft = f"draft.{i - config.num_layers}." if is_stage else "draft."
+    tensors = tensors.under(f"layers.{i}." if i < config.num_layers else draft)
     read_attention = MODULES[type(config)].read_attention
     attention, latent, attention_params = read_attention(config, kind, tensors.under("self_attn."))
     hidden, experts, mlp = config.hidden_size, (config.moe.num_experts,), tensors.under("mlp.")

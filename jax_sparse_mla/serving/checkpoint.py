@@ -49,8 +49,9 @@ def from_named_arrays(
         values, `x_scale_inv` (released V4: `….scale` beside `….weight`). A routed expert's weight may be FP4: int8
         `[out, in / 2]`, two e2m1 values a byte with the even one in the low nibble, and float8_e8m0fnu scales
         `[out, in / 32]` of the same name.
-      draft_layer: whether to read the draft layer if there is one. Further ones and drafters of another form are left
-        out. What the config says does not count: transformers says one and saves none.
+      draft_layer: whether to read the draft layer or DSpark's drafter if there is one. Further draft layers and
+        drafters of another form are left out. What the config says of draft layers does not count: transformers says
+        one and saves none. A drafter is read by what the config says of it.
       as_stored: whether weights that products read stay FP8 and FP4 (`Quantised`); else all are multiplied out.
       place: takes a layer that the host has read to the devices, before the host reads the next one. None: all goes to
         the default device.
@@ -68,7 +69,7 @@ def from_named_arrays(
         if name is not None:
             stored[name] = array
     _join_convolutions(stored)
-    draft_layer = draft_layer and _DRAFT_LAYER_HAS.get(type(config)) in stored
+    draft_layer = draft_layer and not stored.keys().isdisjoint(_DRAFTER_HAS.get(type(config), ()))
     if not draft_layer:
         stored = {name: array for name, array in stored.items() if not name.startswith("draft.")}
     read = functools.partial(read_params, config, draft_layer=draft_layer)
@@ -119,17 +120,17 @@ def init_params(
     return random_params(read, seed, dtype, config.moe.num_experts, shardings, experts)
 
 
+_LAYER = r"layers\.\d+|draft(?:\.\d+)?"
 # From the released names to those of transformers' modules; each is applied once, in this order.
 _V4_RULES = (
-    (r"^mtp\.0\.", "draft."),
     (r"^embed\.", "embed_tokens."),
     (r"^head\.", "lm_head."),
     (r"(^|\.)hc_head_(fn|base|scale)$", r"\1hc_head.hc_\2"),
-    (r"^(layers\.\d+|draft)\.hc_(attn|ffn)_(fn|base|scale)$", r"\1.\2_hc.\3"),
-    (r"^(layers\.\d+|draft)\.attn_norm\.", r"\1.input_layernorm."),
-    (r"^(layers\.\d+|draft)\.ffn_norm\.", r"\1.post_attention_layernorm."),
-    (r"^(layers\.\d+|draft)\.attn\.", r"\1.self_attn."),
-    (r"^(layers\.\d+|draft)\.ffn\.", r"\1.mlp."),
+    (rf"^({_LAYER})\.hc_(attn|ffn)_(fn|base|scale)$", r"\1.\2_hc.\3"),
+    (rf"^({_LAYER})\.attn_norm\.", r"\1.input_layernorm."),
+    (rf"^({_LAYER})\.ffn_norm\.", r"\1.post_attention_layernorm."),
+    (rf"^({_LAYER})\.attn\.", r"\1.self_attn."),
+    (rf"^({_LAYER})\.ffn\.", r"\1.mlp."),
     (r"\.self_attn\.indexer\.compressor\.", ".self_attn.compressor.indexer."),
     (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
     (r"\.self_attn\.indexer\.", ".self_attn.compressor.indexer."),
@@ -151,22 +152,28 @@ _GLM53_RULES = (
     (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
 )
 _RULES = {V4Config: _V4_RULES, V32Config: (), Glm53Config: _GLM53_RULES}
-# Further draft layers, what a draft layer shares with the model, and buffers that follow from the config.
-_NOT_READ = re.compile(r"^mtp\.|^draft\.(emb|embed|embed_tokens|head|shared_head\.head)\.|rotary_emb\.")
+# Further draft layers, what a draft layer shares with the model, how sure a drafter is, and buffers that follow from
+# the config.
+_NOT_READ = re.compile(
+    r"^mtp\.|^draft\.(\d+\.)?(emb|embed|embed_tokens|head|shared_head\.head|confidence_head)\.|rotary_emb\."
+)
 _LEFT_OUT = {V4Config: _NOT_READ, V32Config: _NOT_READ, Glm53Config: re.compile(r"^visual\.")}
-# The tensor that only a draft layer of the known form has.
-_DRAFT_LAYER_HAS = {V4Config: "draft.e_proj.weight", V32Config: "draft.eh_proj.weight"}
+# Tensors of which a draft layer or a drafter of the known form has one.
+_DRAFTER_HAS = {V4Config: ("draft.e_proj.weight", "draft.0.main_proj.weight"), V32Config: ("draft.eh_proj.weight",)}
 
 
 def canonical_name(name: str, config: Config) -> str | None:
     """A tensor's name without "model.", and as transformers' modules have it; None for what is not read.
 
-    The draft layer's begin with "draft.". V3.2's is stored as a layer behind the model's; GLM-5.3's is not read. An
-    indexer of a layer that takes another's selection is left out, as transformers does.
+    The draft layer's begin with "draft.", those of a drafter's stages with "draft.0." and so on. V3.2's draft layer is
+    stored as a layer behind the model's; GLM-5.3's is not read. An indexer of a layer that takes another's selection is
+    left out, as transformers does.
     """
     kind, name = type(config), name.removeprefix("model.")
     if kind is V32Config:
         name = re.sub(rf"^layers\.{config.num_layers}\.", "draft.", name)
+    elif kind is V4Config:
+        name = re.sub(r"^mtp\.0\.", "draft.", name) if config.block_drafter is None else re.sub("^mtp", "draft", name)
     for pattern, replacement in _RULES[kind]:
         name = re.sub(pattern, replacement, name)
     layer = re.match(r"layers\.(\d+)\.", name)

@@ -115,6 +115,16 @@ class KDA:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockDrafter:
+    """DSpark's drafter, see `serving.dspark`."""
+
+    targets: tuple[int, ...]  # the model's layers whose output it reads, in order; it has as many stages
+    block: int  # tokens that it drafts at once, as trained
+    noise: int  # the token that stands for each of them but the first
+    markov_rank: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Config:
     """The common part of all configs."""
 
@@ -178,6 +188,7 @@ class V4Config(_Config):
     o_rank: int
     window_rope: Rope  # of layers of ratio 0
     compress_rope: Rope  # of the others
+    block_drafter: BlockDrafter | None = None
     float32_norms = True
 
     @property
@@ -196,7 +207,7 @@ class V4Config(_Config):
         return dataclasses.replace(super().cut(n, axis_name), o_groups=self.o_groups // n)
 
     def layer_kind(self, i: int) -> tuple[int, str]:
-        """A layer's compress ratio, and "moe" or "hash" for its experts; behind the last one is the draft layer."""
+        """A layer's compress ratio, and "moe" or "hash" for its experts; behind the last one drafts' are."""
         return (self.ratios[i], "hash" if self.hashed[i] else "moe") if i < self.num_layers else (0, "moe")
 
     def rope(self, ratio: int) -> Rope:
@@ -469,6 +480,7 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
         streams=_streams(read, has_head=True),
         window_rope=window_rope,
         compress_rope=compress_rope,
+        block_drafter=_block_drafter(read, layers),
         moe=MoE(
             num_experts=read("n_routed_experts", "num_local_experts"),
             top_k=read("num_experts_per_tok"),
@@ -480,6 +492,20 @@ def _v4(read: _Reader, spec: ModelSpec) -> V4Config:
             float32_router=False,
         ),
     )
+
+
+def _block_drafter(read: _Reader, layers: int) -> BlockDrafter | None:
+    """What the config says of a DSpark drafter; None: nothing, or a block of 0 tokens."""
+    if not (block := read.config.get("dspark_block_size")):
+        return None
+    targets, noise = tuple(read("dspark_target_layer_ids")), read("dspark_noise_token_id")
+    if not targets or list(targets) != sorted(set(targets) & set(range(layers))):
+        raise ValueError(
+            f"Model.from_config: dspark_target_layer_ids must be of the {layers} layers, in order, got {list(targets)}"
+        )
+    if noise >= (vocabulary := read("vocab_size")):
+        raise ValueError(f"Model.from_config: dspark_noise_token_id must be below {vocabulary}, got {noise}")
+    return BlockDrafter(targets=targets, block=block, noise=noise, markov_rank=read("dspark_markov_rank"))
 
 
 def _experts_in_groups(read: _Reader, *, groups: int, top_groups: int, limit: float | None = None) -> MoE:

@@ -26,7 +26,7 @@ from jax_sparse_mla.layers import V4Step
 from jax_sparse_mla.metadata import ForwardBatch, RequestTables, V32Metadata
 from jax_sparse_mla.serving.config import Config
 from jax_sparse_mla.serving.kda import KDAStep
-from jax_sparse_mla.serving.layers import collapse_streams, expand_streams, head_of_streams, rms_norm
+from jax_sparse_mla.serving.layers import collapse_streams, expand_streams, head_of_streams, matmul, rms_norm
 from jax_sparse_mla.serving.moe import feed_forward
 from jax_sparse_mla.serving.params import (
     HeadParams,
@@ -165,3 +165,8 @@ def last_rows(config: Config, head: HeadParams, streams: jax.Array) -> jax.Array
     elif config.streams is not None:
         rows = jnp.mean(streams.astype(jnp.float32), axis=1).astype(streams.dtype)
     return rms_norm(rows, head.norm, config.norm_eps)
+
+
+def logits(params: ModelParams, hidden: jax.Array) -> jax.Array:
+    """float32 `[n, vocab]` of `last_rows`."""
+    return matmul(hidden, params.embedding if params.unembedding is None else params.unembedding)

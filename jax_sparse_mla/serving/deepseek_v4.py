@@ -125,7 +125,7 @@ def attend(
     ratio, weights, inputs = layer.kind, layer.weights.attention, step.inputs
     out, cache, selected = v4_layer(
         cache,
-        _project(config, ratio, weights, layer.norms.latent, x, inputs.positions),
+        project(config, ratio, weights, layer.norms.latent, x, inputs.positions),
         layer.attention,
         inputs.batch,
         step.shared.metadata,
@@ -137,11 +137,12 @@ def attend(
         backend=inputs.backend,
         batch_invariant=inputs.batch_invariant,
     )
-    return _project_out(config, ratio, weights, out.astype(x.dtype), inputs.positions), cache, selected
+    return project_out(config, ratio, weights, out.astype(x.dtype), inputs.positions), cache, selected
 
 
 @functools.partial(jax.jit, static_argnames=("config", "ratio"))
-def _project(config: V4Config, ratio: int, weights: V4Weights, norms: LatentNorms, x, positions) -> V4Rows:
+def project(config: V4Config, ratio: int, weights: V4Weights, norms: LatentNorms, x, positions) -> V4Rows:
+    """What attention reads of a layer's input `[T, hidden]`."""
     spec, kind, eps = config.spec, config.spec.kind(ratio), config.norm_eps
     inv_freq = jnp.asarray(config.rope(ratio).inv_freq())
 
@@ -175,7 +176,8 @@ def _project(config: V4Config, ratio: int, weights: V4Weights, norms: LatentNorm
 
 
 @functools.partial(jax.jit, static_argnames=("config", "ratio"))
-def _project_out(config: V4Config, ratio: int, weights: V4Weights, out, positions) -> jax.Array:
+def project_out(config: V4Config, ratio: int, weights: V4Weights, out, positions) -> jax.Array:
+    """`[T, hidden]` of attention's output `[T, heads, 512]`."""
     # V is K with its rope part, so the output is rotated back at the query's position.
     inv_freq = jnp.asarray(config.rope(ratio).inv_freq())
     out = rope_interleaved(out, positions[:, None], inv_freq, inverse=True)

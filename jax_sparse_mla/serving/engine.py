@@ -24,6 +24,7 @@ from jax_sparse_mla.metadata import ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import kept_programs
 from jax_sparse_mla.serving import step as steps
+from jax_sparse_mla.serving.dspark import BlockDraft
 from jax_sparse_mla.serving.memory import check_memory, device_memory, size_of
 from jax_sparse_mla.serving.model import Model, Params
 from jax_sparse_mla.serving.native import begin_to_load
@@ -70,7 +71,7 @@ class Engine:
     Attributes:
       scheduler: the requests, their pages, and counters of what happened.
       drafts: draft tokens of a round, at most `options.speculative_steps`; 0 decodes plainly. It may be set between
-        steps. A draft layer does not read what is decoded plainly: fewer of its drafts may be accepted afterwards.
+        steps. A draft layer or drafter does not read what is decoded plainly: fewer drafts may be accepted afterwards.
       propose: replaces drafts.
       accepted: how many rounds of a request kept 0 … `drafts` drafts. In the round that ends a request only the drafts
         that it still needed count.
@@ -128,7 +129,8 @@ class Engine:
     @property
     def drafter(self) -> str:
         """The maker of drafts, in words."""
-        return "first layer" if self.state.draft is None else "draft layer"
+        draft = self.state.draft
+        return "first layer" if draft is None else "block drafter" if isinstance(draft, BlockDraft) else "draft layer"
 
     def layer_cache(self, layer: int) -> Any:
         """The view of one layer's caches."""

@@ -170,9 +170,13 @@ def _placed(model: Model, params: Params, mesh: Mesh) -> Params:
     """Parameters on their devices, from arrays of any place; any pytree where heads are not cut."""
     if (n := mesh.shape[HEADS]) > 1:
         params = dataclasses.replace(params, layers=[_in_pieces(model, weights, n) for weights in params.layers])
-        if (draft := params.draft) is not None:
-            layer = dataclasses.replace(draft.layer, weights=_in_pieces(model, draft.layer.weights, n))
-            params = dataclasses.replace(params, draft=dataclasses.replace(draft, layer=layer))
+
+        def in_pieces(x: Any) -> Any:  # the draft layer, or the stages of a drafter
+            is_layer = isinstance(x, LayerParams)
+            return dataclasses.replace(x, weights=_in_pieces(model, x.weights, n)) if is_layer else x
+
+        draft = jax.tree.map(in_pieces, params.draft, is_leaf=lambda x: isinstance(x, LayerParams))
+        params = dataclasses.replace(params, draft=draft)
     return _put(model, params, mesh)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.layers import V4LayerCache, V32LayerCache
 from jax_sparse_mla.models import ModelSpec
-from jax_sparse_mla.serving import checkpoint, files
+from jax_sparse_mla.serving import checkpoint, dspark, files
 from jax_sparse_mla.serving.architectures import MODULES, read_params
 from jax_sparse_mla.serving.config import Config, eos_token_ids, read_config
 from jax_sparse_mla.serving.decoder import (
@@ -30,11 +30,12 @@ from jax_sparse_mla.serving.decoder import (
     embed,
     last_rows,
     layer_params,
+    logits,
 )
+from jax_sparse_mla.serving.dspark import BlockDraft
 from jax_sparse_mla.serving.kda import KDAState
 from jax_sparse_mla.serving.kept_programs import signature
-from jax_sparse_mla.serving.layers import matmul
-from jax_sparse_mla.serving.params import LayerParams, LoopedLayers, ModelParams, Run, joined, runs_of
+from jax_sparse_mla.serving.params import BlockDraftParams, LayerParams, LoopedLayers, ModelParams, Run, joined, runs_of
 from jax_sparse_mla.serving.tensors import random_host_arrays
 
 # Pytrees of arrays: `ModelParams`, a dict of layers' caches, or those of another project's model.
@@ -49,7 +50,8 @@ class ForwardOutput:
     Attributes:
       hidden: `[T, hidden]`, each row after the final norm: what `Model.logits` takes, of the rows that are wanted.
       caches: the updated caches.
-      states: what a draft layer reads of each row: V4's streams `[T, n, hidden]`, the others' `hidden`.
+      states: what a draft layer reads of each row: V4's streams `[T, n, hidden]`, the others' `hidden`. What DSpark's
+        drafter reads, `[T, targets * hidden]`: the mean of the streams behind each of its targets.
       overflow: bool scalar, a bucket was too small for the step and attention left something out; None where nothing
         can overflow.
       trace: with `trace=True` for each layer the attention's input `[T, hidden]` and the positions that its indexer
@@ -141,8 +143,8 @@ class Model:
     def from_named_arrays(self, arrays: Mapping[str, Any], *, as_stored: bool = True) -> Params:
         """The parameters of numpy arrays by name, as a state dict of transformers' or a checkpoint has them.
 
-        Those of the draft layer are read too if they are there. With `as_stored` weights that products read stay FP8
-        and FP4, as `load` has it.
+        Those of the draft layer or drafter are read too if they are there. With `as_stored` weights that products read
+        stay FP8 and FP4, as `load` has it.
 
         Raises:
           ValueError: names that are missing or unknown, a wrong shape, or a dtype that is not read; it names them.
@@ -191,7 +193,7 @@ class Model:
         layers = self.num_layers if layers is None else layers
         if not 1 <= layers <= self.num_layers:
             raise ValueError(f"Model.forward: layers must be from 1 to {self.num_layers}, got {layers}")
-        config, trace = self.config, []
+        config, trace, targets, at_targets = self.config, [], self._targets(params), []
         step = self._module.prepare(config, caches.values(), inputs)
         streams, selected = embed(config, params, inputs.tokens), None
         looped = isinstance(params.layers, LoopedLayers) and layers == self.num_layers
@@ -200,6 +202,8 @@ class Model:
             if run.times == 1:
                 (streams, caches, selected), traced = repeat((streams, caches, selected), 0)
                 trace += traced
+                if run.first in targets:
+                    at_targets.append(jnp.mean(streams.astype(jnp.float32), axis=1).astype(streams.dtype))
                 continue
             (streams, caches, selected), traced = lax.scan(
                 repeat, (streams, caches, None), jnp.arange(run.times, dtype=jnp.int32)
@@ -210,11 +214,15 @@ class Model:
         return ForwardOutput(
             hidden=hidden,
             caches=caches,
-            states=hidden if params.head.fn is None else streams,
+            states=jnp.concatenate(at_targets, -1) if at_targets else hidden if params.head.fn is None else streams,
             overflow=step.shared.overflow,
             trace=trace if inputs.trace else [],
             selected=jnp.stack(chosen) if inputs.return_selected else None,
         )
+
+    def _targets(self, params: ModelParams) -> tuple[int, ...]:
+        """The layers whose output a drafter reads; none of them is in a loop."""
+        return self.config.block_drafter.targets if isinstance(params.draft, BlockDraftParams) else ()
 
     def _repetition(self, params: ModelParams, step: PreparedStep, run: Run, carry: tuple, number: int | jax.Array):
         """The layers of one repetition of a run: streams, caches and selection after them, and their trace. A loop
@@ -249,11 +257,12 @@ class Model:
         The large weights of such layers are copied into the same arrays. Only plain JAX runs in such a loop: kernels
         take the place of a layer's cache as a constant.
         """
-        config, layers = self.config, range(self.num_layers)
+        config, layers, targets = self.config, range(self.num_layers), self._targets(params)
         if isinstance(params.layers, LoopedLayers) or not config.loops:
             return params
-        # A checkpoint may have one layer in FP8 and the next one in bfloat16.
-        runs = runs_of([(config.layer_kind(i), signature(params.layers[i])) for i in layers])
+        # A checkpoint may have one layer in FP8 and the next one in bfloat16. What a drafter reads is in no loop.
+        kinds = [(config.layer_kind(i), signature(params.layers[i]), i if i in targets else None) for i in layers]
+        runs = runs_of(kinds)
         if all(run.times == 1 for run in runs):
             return params
 
@@ -277,11 +286,14 @@ class Model:
 
     def new_draft(
         self, params: ModelParams, *, max_requests: int, num_pages: int, num_swa_pages: int, bf16: bool
-    ) -> Draft | None:
-        """The draft layer's first state, of the sizes of `new_caches`; None if the parameters have no draft layer."""
+    ) -> Draft | BlockDraft | None:
+        """The first state of a draft layer or drafter, of the sizes of `new_caches`; None where the parameters have no
+        such."""
         if params.draft is None:
             return None
         config = self.config
+        if isinstance(params.draft, BlockDraftParams):
+            return dspark.new_state(config, max_requests, params.embedding.dtype)
         sizes = CacheSizes(num_pages=num_pages, num_swa_pages=num_swa_pages, max_requests=max_requests, bf16=bf16)
         of_streams = () if params.draft.head.fn is None else (config.streams.streams,)
         return Draft(
@@ -309,6 +321,14 @@ class Model:
         hidden = last_rows(config, draft.head, streams)
         states = hidden if draft.head.fn is None else streams
         return ForwardOutput(hidden=hidden, caches=cache.whole(), states=states, overflow=step.shared.overflow)
+
+    def propose(self, params: ModelParams, draft: BlockDraft, *step: jax.Array) -> jax.Array:
+        """A drafter's drafts; `step` as `dspark.propose` takes it."""
+        return dspark.propose(self.config, params, draft, *step)
+
+    def keep(self, params: ModelParams, draft: BlockDraft, *step: jax.Array) -> BlockDraft:
+        """A drafter's state after a step of the model; `step` as `dspark.keep` takes it."""
+        return dspark.keep(self.config, params, draft, *step)
 
     def attention(
         self,
@@ -343,17 +363,16 @@ class Model:
 
     def logits(self, params: ModelParams, hidden: jax.Array) -> jax.Array:
         """float32 `[n, vocab]` of `[n, hidden]` rows of `ForwardOutput.hidden`."""
-        weights = params.embedding if params.unembedding is None else params.unembedding
-        return matmul(hidden, weights)
+        return logits(params, hidden)
 
 
 def load(folder: str | os.PathLike[str], *, draft_layer: bool = True, as_stored: bool = True) -> tuple[Model, Params]:
     """The model and parameters of a checkpoint folder: `config.json` and safetensors.
 
     A tensor is read from the file that the index names. `generation_config.json` decides the end tokens, if it has any.
-    With `draft_layer` the draft layer is read too, if there is one; it is as large as a layer. With `as_stored` the
-    FP8 and FP4 weights that products read stay so (`serving.quantised`); else they are multiplied out to the
-    embedding's dtype, and take two to four times the memory.
+    With `draft_layer` the draft layer is read too, if there is one, which is as large as a layer, or DSpark's drafter,
+    which is as large as three. With `as_stored` the FP8 and FP4 weights that products read stay so
+    (`serving.quantised`); else they are multiplied out to the embedding's dtype, and take two to four times the memory.
 
     Raises:
       FileNotFoundError: no such folder, or a file that is missing in it.

@@ -21,6 +21,7 @@ from jax import lax
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.layers import V4LayerParams
 from jax_sparse_mla.serving.moe import DenseParams, MoEParams
+from jax_sparse_mla.serving.quantised import Weight
 
 _LONGEST_PERIOD = 4  # layers that repeat together: GLM's models have an order of four
 
@@ -128,6 +129,18 @@ class DraftParams:
     head: HeadParams
 
 
+@pytree_dataclass
+class BlockDraftParams:
+    """The parameters of DSpark's drafter; embedding and logits' weights are the model's."""
+
+    target_proj: Weight  # `[hidden, targets * hidden]`
+    target_norm: jax.Array  # float32 `[hidden]`
+    stages: list[LayerParams]
+    head: HeadParams
+    markov_rows: jax.Array  # `[vocab, rank]`, of the token before
+    markov_logits: jax.Array  # `[vocab, rank]`
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Layers from `first` on: `period` of them, and again layers of the same kinds in their order, `times` in all."""
@@ -196,7 +209,7 @@ class ModelParams:
     head: HeadParams
     layers: list[LayerWeights] | LoopedLayers
     attention: dict[Hashable, Any]  # `LayerParams.attention`, stacked by `Config.pools`
-    draft: DraftParams | None = None
+    draft: DraftParams | BlockDraftParams | None = None
 
 
 def stack_layers(layers: Sequence[Any]) -> Any:

@@ -20,6 +20,7 @@ from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.compressor.state import CompressorState
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving.decoder import StepInputs
+from jax_sparse_mla.serving.dspark import BlockDraft, forget
 from jax_sparse_mla.serving.model import Caches, Draft, ForwardOutput, Model, Params
 from jax_sparse_mla.serving.options import EngineOptions
 from jax_sparse_mla.serving.pages import RequestPool
@@ -40,7 +41,7 @@ class State:
     # int32 `[rows, vocab]`, where the engine has a hook on logits: how often a token stands in a row's output, of rows
     # whose requests have parameters for it.
     counts: jax.Array | None = None
-    draft: Draft | None = None  # the draft layer's, where one drafts
+    draft: Draft | BlockDraft | None = None  # the draft layer's or drafter's, where one drafts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Program:
     max_seq_len: int  # width of the page tables, in tokens
     num_changes: int  # pages that the step can map
     drafts: int = 0  # draft tokens of each request, made in the same program by the draft layer or the first layer
-    draft_layer: bool = False  # whether a draft layer follows the model in this step
+    draft_layer: bool = False  # whether a draft layer or a drafter follows the model in this step
     choice: Choice = Choice.GREEDY  # how tokens are chosen
     hook: LogitsHook | None = None  # with Choice.ALL
     # As in `StepInputs`.
@@ -206,6 +207,9 @@ def _run_step(program: Program, params: Params, state: State, packed: jax.Array,
     parts = unpack(program, packed)
     num_table_rows = state.tables.req_to_token.shape[0]
     state = dataclasses.replace(state, tables=map_pages(state.tables, parts["changes"], program.model.spec.page_size))
+    if isinstance(state.draft, BlockDraft):
+        row, index, *_ = parts["changes"].T  # a request that begins maps its first page
+        state = dataclasses.replace(state, draft=forget(state.draft, jnp.where(index == 0, row, num_table_rows)))
     rows, starts, counts = parts["requests"][:3]
     tokens = parts["tokens"]
     if program.mode is ForwardMode.EXTEND:
@@ -230,7 +234,9 @@ def _run_step(program: Program, params: Params, state: State, packed: jax.Array,
     state = dataclasses.replace(
         state, caches=out.caches, last_tokens=state.last_tokens.at[rows].set(chosen, mode="drop")
     )
-    if program.draft_layer:
+    if program.draft_layer and isinstance(state.draft, BlockDraft):
+        state = _keep(program, params, state, out.states, row_of, positions, rows, starts, starts + counts)
+    elif program.draft_layer:
         behind = jnp.where(parts["behind"] < 0, chosen, parts["behind"])
         ends = jnp.where(counts > 0, last_rows, program.num_rows)
         shifted = jnp.roll(tokens, -1).at[ends].set(behind, mode="drop")
@@ -250,6 +256,7 @@ def _draft_and_verify(program: Program, params: Params, state: State, tokens: ja
     rows, starts, counts = parts["requests"][:3]
     steps, live = program.drafts, counts > 0
     make = _draft_with_layer if program.draft_layer else _draft_with_first_layer
+    make = _draft_with_block if isinstance(state.draft, BlockDraft) else make
     state, drafts = make(program, params, state, tokens, parts)
     positions = (starts[:, None] + jnp.arange(steps + 1)).reshape(-1)
     slots = _slots(state.tables, jnp.repeat(rows, steps + 1), positions)
@@ -270,7 +277,10 @@ def _draft_and_verify(program: Program, params: Params, state: State, tokens: ja
     if program.hook is not None:
         taken = (jnp.arange(steps + 1) > 0) & (jnp.arange(steps + 1) <= accepted[:, None])
         state = dataclasses.replace(state, counts=state.counts.at[rows[:, None], drafts].add(taken, mode="drop"))
-    if program.draft_layer:
+    if isinstance(state.draft, BlockDraft):
+        ends = jnp.where(live, starts + accepted + 1, starts)
+        state = _keep(program, params, state, out.states, jnp.repeat(rows, steps + 1), positions, rows, starts, ends)
+    elif program.draft_layer:
         last_rows = jnp.arange(len(rows)) * (steps + 1) + accepted
         inputs = _inputs(program, state, batch, chosen.reshape(-1), positions)
         state = _follow(program, params, state, inputs, out.states, rows, last_rows)
@@ -306,6 +316,17 @@ def _draft_with_layer(program: Program, params: Params, state: State, tokens: ja
         states = out.states
         drafted.append(_proposed(program, params, out.hidden, proposals[:, i]))
     return state, jnp.stack(drafted, 1)
+
+
+def _draft_with_block(program: Program, params: Params, state: State, tokens: jax.Array, parts):
+    """As `_draft_with_first_layer`, by a drafter, all at once."""
+    rows, starts = parts["requests"][:2]
+    drafts = program.model.propose(params, state.draft, rows, tokens, starts, parts["proposals"])
+    return state, jnp.concatenate([tokens[:, None], drafts], 1)
+
+
+def _keep(program: Program, params: Params, state: State, *step: jax.Array) -> State:
+    return dataclasses.replace(state, draft=program.model.keep(params, state.draft, *step))
 
 
 def _one_row_each(program: Program, state: State, tokens: jax.Array, parts, ahead: int) -> StepInputs:
@@ -435,9 +456,11 @@ def no_changes(count: int, num_table_rows: int) -> np.ndarray:
 def changes_ahead(plan: StepPlan, room: int, num_table_rows: int) -> np.ndarray:
     """Takes from a plan the pages that its step's array has no room for, those of a long prefix that is reused.
 
-    Returns int32 `[n, PAGES_AHEAD, 4]` for `map_pages`, padded with rows past the last.
+    The first page of each request stays: by it the step knows that a request begins. Returns int32
+    `[n, PAGES_AHEAD, 4]` for `map_pages`, padded with rows past the last.
     """
-    rest, plan.mapped = plan.mapped[room:], plan.mapped[:room]
+    mapped = plan.mapped[np.argsort(plan.mapped[:, 1] > 0, kind="stable")]
+    rest, plan.mapped = mapped[room:], mapped[:room]
     padded = no_changes(-(-len(rest) // PAGES_AHEAD) * PAGES_AHEAD, num_table_rows)
     padded[: len(rest)] = rest
     return padded.reshape(-1, PAGES_AHEAD, 4)

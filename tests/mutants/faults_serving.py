@@ -82,7 +82,7 @@ fault("counts-kept", "a row's counts are those of the request before, too",
 fault("logprobs-of-others", "log-probabilities are those of the most likely token",
       "log_probs(own, tokens, MOST", "log_probs(own, greedy(own)[0], MOST")
 fault("pages-ahead", "pages that are mapped before a step are not those of its own",
-      "rest, plan.mapped = plan.mapped[room:], plan", "rest, plan.mapped = plan.mapped[:0], plan")
+      "rest, plan.mapped = mapped[room:], mapped", "rest, plan.mapped = mapped[:0], mapped")
 fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_engine_faults.py")
 fault("failed-not-ended", "a token of logits that are not finite is taken", "if math.isnan(margin):", "if False:")
 fault("failed-reused", "pages of a request whose logits were not finite are reused",
@@ -96,6 +96,33 @@ fault("first-layer-draft-position", "the first layer's drafts all stand at one p
       "drafted[-1], parts, i)", "drafted[-1], parts, 0)")
 fault("draft-layer-last-row", "the next round's drafts begin at a round's last row, accepted or not",
       "jnp.arange(len(rows)) * (steps + 1) + accepted", "jnp.arange(len(rows)) * (steps + 1) + steps")
+fault = of("jax_sparse_mla/serving/dspark.py", "tests/serving/test_dspark.py")
+fault("block-window", "a block sees a window that ends a token too early",
+      "starts[:, None] - window + jnp.arange", "starts[:, None] - window - 1 + jnp.arange")
+fault("block-positions", "a block stands a position too far",
+      "(starts[:, None] + jnp.arange(size))", "(starts[:, None] + 1 + jnp.arange(size))")
+fault("block-sink", "a drafter's attention has no sink", "+ jnp.exp(sink - largest))", ")")
+fault("block-markov", "the table of tokens reads the block's first one",
+      "params.draft.markov_rows[tokens]", "params.draft.markov_rows[block[::size]]")
+fault("block-rejected", "rejected tokens leave keys",
+      "(positions < behind) & (positions", "(positions >= 0) & (positions")
+fault("block-gap", "a block sees keys from before a gap", "first, end = jnp.maximum(begins, ends - window)",
+      "first, end = jnp.maximum(0, ends - window)")
+fault("block-forget", "a drafter sees the text of its row's last request",
+      'draft.ends.at[rows].set(0, mode="drop")', 'draft.ends.at[rows].add(0, mode="drop")')
+fault("block-trained", "a block of fewer drafts has fewer rows", "size = max(drafter.block, count)", "size = count")
+fault = of("jax_sparse_mla/serving/model.py", "tests/serving/test_dspark.py")
+fault("block-targets", "a drafter reads the layers before its targets",
+      "if run.first in targets:", "if run.first + 1 in targets:")
+fault("block-loop", "a loop takes a drafter's targets", "i if i in targets else None", "None")
+fault = of("jax_sparse_mla/serving/step.py", "tests/serving/test_dspark.py")
+fault("block-first-page", "a request begins in a step that does not know",
+      'np.argsort(plan.mapped[:, 1] > 0, kind="stable")', "np.arange(len(plan.mapped))")
+fault("block-accepted", "an accepted token leaves no keys",
+      "starts + accepted + 1, starts)", "starts + accepted, starts)")
+fault = of("jax_sparse_mla/serving/checkpoint.py", "tests/serving/test_dspark.py")
+fault("block-confidence", "a released drafter is refused",
+      "|shared_head\\.head|confidence_head)", "|shared_head\\.head)")
 fault = of("jax_sparse_mla/serving/step.py", "tests/serving/test_serving_engine.py")
 fault("accepted-drafts", "drafts behind a rejected one are accepted",
       "jnp.cumprod((drafts[:, 1:] == chosen[:, :-1]).astype(jnp.int32), 1).sum(1)",

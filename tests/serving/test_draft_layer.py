@@ -41,7 +41,7 @@ class DraftLayer:
     def new_caches(self, **sizes):
         return self.model.new_caches(**sizes), None
 
-    def forward(self, params, caches, inputs):
+    def forward(self, params, caches, inputs, layers=None):
         model_caches, cache = caches
         first, second = inputs.tokens % VOCABULARY, inputs.tokens // VOCABULARY
         out = self.model.forward(params, model_caches, dataclasses.replace(inputs, tokens=first, trace=False))

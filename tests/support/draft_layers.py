@@ -68,7 +68,7 @@ class V32DraftLayer(MtpLayer):
 def new_draft_layer(config, echo: float = 0):
     """A random one in float32; echo as of `Drafting`."""
     draft = (V4DraftLayer if config.model_type == "deepseek_v4" else V32DraftLayer)(config).eval()
-    _randomise(draft, 1, echo)
+    randomise(draft, 1, echo)
     eye = torch.eye(config.hidden_size)
     if echo and isinstance(draft, V4DraftLayer):
         draft.e_proj.weight.data, draft.h_proj.weight.data = eye, echo * draft.h_proj.weight
@@ -104,7 +104,7 @@ class Drafting:
         else:
             config = small_v32_config(num_hidden_layers=1, first_k_dense_replace=0, index_topk=256)
         self.name, self.module = name, random_model(config, seed=0).float()
-        _randomise(self.module, 0, echo)
+        randomise(self.module, 0, echo)
         self.draft = new_draft_layer(config, echo)
 
     @functools.cached_property
@@ -136,7 +136,7 @@ class Drafting:
         return self.module.lm_head(rows)[0].numpy(), states
 
 
-def _randomise(module: torch.nn.Module, seed: int, echo: float) -> None:
+def randomise(module: torch.nn.Module, seed: int, echo: float) -> None:
     """Parameters of unit gain; buffers of routers are random too."""
     generator = torch.Generator().manual_seed(seed)
     for name, x in module.named_parameters():

@@ -194,14 +194,16 @@ def drafts_and_prefixes():
 
 
 def draft_layers():
-    """Cut over heads and experts, a draft layer keeps what it keeps on one device."""
+    """Cut over heads and experts, a draft layer or a drafter keeps what it keeps on one device."""
     options = dataclasses.replace(OPTIONS, speculative_steps=2)
-    for config in (WINDOWS, V32):
+    drafter = {"dspark_block_size": 5, "dspark_noise_token_id": 0, "dspark_markov_rank": 8}
+    for config in (WINDOWS, WINDOWS | drafter | {"dspark_target_layer_ids": [0]}, V32):
         model = Model.from_config(config)
         params = model.init_params(seed=0, dtype=jnp.float32, draft_layer=True)
         one, cut = Engine(model, params, options), over(model, params, mesh_of(1, 4), options)
         assert [r.output for r in served(cut, requests(2))] == [r.output for r in served(one, requests(2))]
-        states, wanted = np.asarray(cut.state.draft.states), np.asarray(one.state.draft.states)
+        kept = "keys" if config.get("dspark_block_size") else "states"
+        states, wanted = (np.asarray(getattr(engine.state.draft, kept)) for engine in (cut, one))
         assert wanted.std() > 0.1
         np.testing.assert_allclose(states, wanted, atol=0.01 * wanted.std())
 
