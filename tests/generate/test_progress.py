@@ -44,7 +44,7 @@ class SleepingEngine(Engine):
     def _place(self, params):
         return None, None
 
-    def _compile(self, mode, requests, rows, width, *_):
+    def _compile(self, mode, requests, rows, width, *_, then=None):
         time.sleep(COMPILE)
 
         def call(params, state, plan):
