@@ -44,13 +44,13 @@ class SleepingEngine(Engine):
     def _place(self, params):
         return None, None
 
-    def _compile(self, mode, requests, rows, width, *_, then=None):
+    def _compile(self, mode, requests, rows, width, changes, *_, then=None):
         time.sleep(COMPILE)
 
         def call(params, state, plan):
             return None, Late(self._device.submit(time.sleep, STEP[mode])), None, None, None, None
 
-        return SimpleNamespace(mode=mode, max_seq_len=width), call
+        return SimpleNamespace(mode=mode, max_seq_len=width, num_changes=changes), call
 
     def _pack(self, program, plan):
         return plan
