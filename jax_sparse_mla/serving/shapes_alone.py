@@ -34,7 +34,7 @@ class ShapesAlone(Engine):
 
     def greedy(self, mode: ForwardMode) -> list[tuple]:
         """The keys of the programs that serve greedily in this mode; the last has the largest sizes."""
-        return [key for key in all_programs(self) if key[0] is mode and Choice.GREEDY in key]
+        return [key for key in all_programs(self) if key[0] is mode and key[5] is Choice.GREEDY]
 
     def trace_program(self, key: tuple) -> jax.stages.Traced:
         """The program of a key, traced as an engine traces it."""

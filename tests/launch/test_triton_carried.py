@@ -17,6 +17,7 @@ from jax_sparse_mla.launch import build, triton_carried, triton_launch
 from jax_sparse_mla.launch.dispatch import use_triton
 from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.serving import engine, presets, shapes_alone
+from jax_sparse_mla.serving.sampling import Choice
 from jax_sparse_mla.serving.scheduler import EngineOptions
 
 pytestmark = pytest.mark.cpu
@@ -134,7 +135,9 @@ def test_the_kernels_of_a_program_as_on_an_h200(monkeypatch):
     with device.pretend(shapes_alone.H200):
         assert use_triton()
         made = shapes_alone.ShapesAlone(presets.CONFIGS["v32"], options)
-        made.trace_program(made.greedy(ForwardMode.DECODE)[-1])
+        keys = made.greedy(ForwardMode.DECODE)
+        assert [(rows, choice) for _, _, rows, _, _, choice, *_ in keys] == 2 * [(1, Choice.GREEDY), (2, Choice.GREEDY)]
+        made.trace_program(keys[-1])
     assert use_triton() == (jax.default_backend() == "gpu")
     names = {kernel.__name__ for kernel, *_ in triton_launch.begun}
     assert {"write_kv_kernel", "topk_select_kernel", "sparse_mla_kernel"} <= names
