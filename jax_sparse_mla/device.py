@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+import jax
+
 # Opt-in shared memory of one block, bytes, by compute capability (CUDA C++ Programming Guide, technical
 # specifications, less the 1 KiB that the system keeps): XLA does not report it. FlashMLA's record reads it.
 _SHARED_MEMORY_OPTIN = {
@@ -44,10 +46,8 @@ class DeviceInfo:
     @classmethod
     def current(cls) -> DeviceInfo:
         """The first device of JAX's default backend."""
-        if _pretended is not None:
-            return _pretended
-        import jax
-
+        if (pretended := _PRETENDED.value) is not None:
+            return pretended
         device = jax.devices()[0]
         if device.platform not in ("gpu", "cuda"):
             return cls("cpu")
@@ -56,24 +56,18 @@ class DeviceInfo:
         return cls("cuda", capability, int(device.core_count), _SHARED_MEMORY_OPTIN.get(capability, 49_152))
 
 
-_pretended: DeviceInfo | None = None
+_PRETENDED = jax.make_user_context(None)  # what is traced within it serves no program outside
 
 
 def has_gpu() -> bool:
     """Whether JAX's default backend is an NVIDIA GPU."""
-    if _pretended is not None:
-        return _pretended.platform == "cuda"
-    import jax
-
+    if (pretended := _PRETENDED.value) is not None:
+        return pretended.platform == "cuda"
     return jax.default_backend() == "gpu" and "NVIDIA" in jax.devices()[0].device_kind.upper()
 
 
 @contextlib.contextmanager
 def pretend(device: DeviceInfo) -> Iterator[None]:
-    """Programs are traced as if JAX had this device, in all threads. They can be compiled for it and do not run."""
-    global _pretended
-    before, _pretended = _pretended, device
-    try:
+    """This thread traces programs as if JAX had this device. They can be compiled for it and do not run."""
+    with _PRETENDED(device):
         yield
-    finally:
-        _pretended = before

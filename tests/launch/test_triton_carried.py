@@ -2,6 +2,7 @@
 
 import warnings
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -142,3 +143,17 @@ def test_the_kernels_of_a_program_as_on_an_h200(monkeypatch):
     names = {kernel.__name__ for kernel, *_ in triton_launch.begun}
     assert {"write_kv_kernel", "topk_select_kernel", "sparse_mla_kernel"} <= names
     assert {capability for *_, capability in triton_launch.begun} == {(9, 0)}
+
+
+def test_what_is_traced_for_another_device_stays_there():
+    """A function that is jitted for all is traced anew outside, and other threads do not see the device."""
+    seen, here = [], device.DeviceInfo.current()
+    jitted = jax.jit(lambda x: (seen.append(device.DeviceInfo.current()), x)[1])
+    with device.pretend(shapes_alone.H200), ThreadPoolExecutor(1) as thread:
+        jitted.trace(1.0)
+        assert thread.submit(device.DeviceInfo.current).result() == here
+    jitted.trace(1.0)
+    assert seen == [shapes_alone.H200, here]
+    with pytest.raises(ZeroDivisionError), device.pretend(shapes_alone.H200):
+        1 / 0
+    assert device.DeviceInfo.current() == here
