@@ -111,6 +111,7 @@ def propose(
     first, end = jnp.maximum(begins, ends - window), jnp.minimum(ends, starts)
     visible = (text >= first[:, None]) & (text < end[:, None])
     kept = jnp.take_along_axis(kept, (text % window)[:, None, :, None], 2)
+    kept = jnp.where(visible[:, None, :, None], kept, 0)  # a weight of 0 leaves another request's NaN
     streams = embed(config, params, block)
     for i, stage in enumerate(params.draft.stages):
         x, mixing = block_input(config, stage.weights, stage.norms, streams, block=ATTENTION)

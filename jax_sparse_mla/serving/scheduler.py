@@ -176,7 +176,8 @@ class Scheduler:
         self.check(request)
         if request.row is not None and self._pages_for(request.computed) > len(self.pool.pages_of(request.row)):
             raise ValueError("the request's pages are not kept any more: import it again")
-        whole = len(request.prompt) + request.max_new_tokens - 1  # the last token is not read
+        # The last token is not read; the last drafts may pass it.
+        whole = len(request.prompt) + request.max_new_tokens - 1 + self.options.speculative_steps
         self._widest = whole if self.idle else max(self._widest, whole)
         request.submitted, request.ended = True, None
         if request.row is None:

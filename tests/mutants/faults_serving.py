@@ -110,6 +110,8 @@ fault("block-gap", "a block sees keys from before a gap", "first, end = jnp.maxi
       "first, end = jnp.maximum(0, ends - window)")
 fault("block-forget", "a drafter sees the text of its row's last request",
       'draft.ends.at[rows].set(0, mode="drop")', 'draft.ends.at[rows].add(0, mode="drop")')
+fault("block-nan", "a drafter takes NaN of its row's last request",
+      "kept = jnp.where(visible[:, None, :, None], kept, 0)", "kept += 0")
 fault("block-trained", "a block of fewer drafts has fewer rows", "size = max(drafter.block, count)", "size = count")
 fault = of("jax_sparse_mla/serving/model.py", "tests/serving/test_dspark.py")
 fault("block-targets", "a drafter reads the layers before its targets",

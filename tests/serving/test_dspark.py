@@ -100,6 +100,8 @@ def test_drafts_are_the_oracles():
     check(draft, [311, 134, 28], count=2)
     # Positions 28 to 39 were decoded without drafts, and row 0 goes to another request, which begins at 256.
     draft = extend(draft, {2: (40, 30, 30)})
+    hidden[0] = np.nan  # the request before ended by it
+    draft = extend(draft, {0: (350, 30, 30)})  # places that the next one leaves
     hidden[0] = rng.standard_normal(hidden[0].shape)
     draft = extend(forget(draft, jnp.array([0, ROWS])), {0: (256, 90, 90)})
     check(draft, [346, 134, 70], begins=(256, 0, 40))

@@ -434,6 +434,11 @@ def test_page_tables_are_as_wide_as_what_is_selected_while_no_request_is_longer(
     assert set(widths(2047)) == set(widths(7, 2047)) == set(widths(2047, 7)) == {4096}
     assert set(widths(7)) == {2048}
     assert [*dict.fromkeys(widths(4095))] == [4096, 8192]
+    options = dataclasses.replace(scheduler.options, speculative_steps=7)
+    for length, width in (2039, 2048), (2040, 4096):  # the last drafts pass a request's end
+        scheduler = Scheduler(DEEPSEEK_V32, options, VOCABULARY)
+        scheduler.submit(Request([1] * length, 3))
+        assert scheduler.plan(7).max_seq_len == width
 
 
 def test_a_request_larger_than_the_pool_is_refused():
