@@ -70,7 +70,7 @@ def _path() -> Path:
 
 
 def _name(kernel: Any, types: tuple, constants: tuple, options: tuple, capability: tuple[int, int]) -> str:
-    """The digest: of the sources of a kernel and of what it calls, its arguments, and variables that change a code."""
+    """The kernel's name and a digest: of its sources, what it is compiled for, and variables that Triton reads."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     variables = sorted(get_cache_invalidating_env_vars().items())
