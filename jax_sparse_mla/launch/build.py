@@ -144,6 +144,7 @@ def _triton_kernels() -> Path | str:
 
     if why := why_not("triton") or (None if triton_call.own_launcher() else "our launcher cannot be used"):
         return f"Triton's kernels are left out: {why}"
+    triton_carried.remove()  # tracing begins to compile
     shapes_alone.trace_served()
     return triton_carried.write(triton_launch.begun)
 

@@ -53,6 +53,12 @@ def write(kernels: Iterable[tuple]) -> Path:
     return path
 
 
+def remove() -> None:
+    """Removes the installed Triton's: what was compiled by an earlier version of this package is not found any more."""
+    _path().unlink(missing_ok=True)
+    _opened.cache_clear()
+
+
 def counts() -> dict[str, int]:
     """By the version of Triton, how many kernels the package carries."""
     from jax_sparse_mla.launch import build

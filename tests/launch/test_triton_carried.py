@@ -78,6 +78,16 @@ def test_a_carried_kernel_needs_no_compiler(carried, monkeypatch):
     assert triton_carried.write([tuple(ASKED.values())]) == path  # what has not changed is taken over
 
 
+def test_the_build_takes_nothing_over(carried, monkeypatch):
+    """How this package has a kernel compiled is no part of its name."""
+    path, _ = carried
+    monkeypatch.setattr(shapes_alone, "trace_served", lambda: triton_launch.compile_kernel(*ASKED.values()))
+    monkeypatch.setattr(triton_launch, "begun", {tuple(ASKED.values())})
+    compiled, compile = [], triton.compile
+    monkeypatch.setattr(triton, "compile", lambda *args, **options: compiled.append(1) or compile(*args, **options))
+    assert build._triton_kernels() == path and compiled and triton_carried.counts() == {triton.__version__: 1}
+
+
 OTHERS = {
     "kernel": another,
     "types": (("x", "*fp32"),),
