@@ -1,8 +1,56 @@
-"""Types of command-line arguments."""
+"""Types of command-line arguments, and those of all commands that serve."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING, Any
+
+from jax_sparse_mla.attention.route import BACKENDS
+
+if TYPE_CHECKING:
+    from jax_sparse_mla.serving.options import EngineOptions
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Adds what an engine is made from, but for the model."""
+    from jax_sparse_mla.serving.options import MAX_DRAFTS, PREFILL_BACKENDS
+
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
+    batch = "requests served at once, with --mesh by each share (default: %(default)s)"
+    add("--max-batch", type=positive_int, default=8, metavar="N", help=batch)
+    add("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
+    stored = "multiply FP8 and FP4 weights out to the embedding's dtype (default: products read them as stored)"
+    add("--multiply-out", action="store_true", help=stored)
+    add("--kv-cache", choices=("bf16", "fp8"), default="fp8")
+    prefill = "prefill from a gathered bf16 workspace, or from the paged cache (default: as the plan says)"
+    add("--prefill-backend", choices=PREFILL_BACKENDS, help=prefill)
+    add("--backend", choices=BACKENDS, help="of the attention (default: the router's choice)")
+    drafts = (
+        "draft K tokens at a time with the checkpoint's draft layer or drafter or, without one, the model's first "
+        f"layer, verify them in one step; at most {MAX_DRAFTS} (default: plain decoding)"
+    )
+    add("--speculative-steps", type=positive_int, metavar="K", help=drafts)
+    mesh = (
+        "over several devices: so many shares of the requests, heads and experts of each over so many devices. "
+        "2x1: requests over two devices, 1x2: heads and experts over two"
+    )
+    add("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help=mesh)
+
+
+def options_of(args: argparse.Namespace, **others: Any) -> EngineOptions:
+    """The options that arguments of `add_engine` and `--seed` ask for, and others."""
+    from jax_sparse_mla.serving.options import EngineOptions
+
+    return EngineOptions(
+        bf16_cache=args.kv_cache == "bf16",
+        prefill_backend=args.prefill_backend,
+        chunk_size=args.chunk_size,
+        seed=args.seed,
+        speculative_steps=args.speculative_steps or 0,
+        backend=args.backend,
+        **others,
+    )
 
 
 def positive_int(text: str) -> int:

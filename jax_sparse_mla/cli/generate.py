@@ -13,7 +13,7 @@ from typing import Any
 from jax_sparse_mla import activity
 from jax_sparse_mla.attention.route import BACKENDS
 from jax_sparse_mla.cli import processes, report
-from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int, probability
+from jax_sparse_mla.cli.arguments import add_engine, natural, options_of, positive_int, probability
 from jax_sparse_mla.cli.checks import begin_check
 from jax_sparse_mla.cli.endings import REFUSED, one_line
 from jax_sparse_mla.cli.progress import Progress, Status, Stream
@@ -22,7 +22,6 @@ MOST_PROMPT_BYTES = 100_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from jax_sparse_mla.serving.options import MAX_DRAFTS, PREFILL_BACKENDS
     from jax_sparse_mla.serving.presets import PRESETS
 
     add, source = parser.add_argument, parser.add_mutually_exclusive_group()
@@ -33,29 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", help="the text to continue; a long English text by default")
     text.add_argument("--prompt-file", type=Path, metavar="FILE")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
     add("--max-new-tokens", type=positive_int, default=16, metavar="N")
     temperature = "draw tokens at this temperature (default: 0, none)"
     add("--temperature", type=float, default=0.0, metavar="T", help=temperature)
     add("--top-p", type=float, default=1.0, metavar="P", help="of the most likely tokens that sum to P")
     add("--stream", action="store_true", help="print the first request's text as it is generated")
     add("--requests", type=positive_int, default=1, metavar="N", help="serve N requests of different lengths at once")
-    batch = "requests served at once, with --mesh by each share"
-    add("--max-batch", type=positive_int, default=8, metavar="N", help=batch)
-    add("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
-    stored = "multiply FP8 and FP4 weights out to the embedding's dtype (default: products read them as stored)"
-    add("--multiply-out", action="store_true", help=stored)
-    add("--kv-cache", choices=("bf16", "fp8"), default="fp8")
-    prefill = "prefill from a gathered bf16 workspace, or from the paged cache (default: as the plan says)"
-    add("--prefill-backend", choices=PREFILL_BACKENDS, help=prefill)
-    add("--backend", choices=BACKENDS, help="of the attention (default: the router's choice)")
+    add_engine(parser)
     backends = "serve the same tokens with each of these backends too, and compare the logits"
     add("--compare-backends", type=backend_names, default=[], metavar="NAME,…", help=backends)
-    drafts = (
-        "draft K tokens at a time with the checkpoint's draft layer or drafter or, without one, the model's first "
-        f"layer, verify them in one step; at most {MAX_DRAFTS} (default: plain decoding)"
-    )
-    add("--speculative-steps", type=positive_int, metavar="K", help=drafts)
     oracle = "with --speculative-steps: propose plain decoding's own token with this probability"
     add("--draft-oracle", type=probability, default=0.0, metavar="P", help=oracle)
     no_check = (
@@ -63,11 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "speculative with plain decoding"
     )
     add("--no-check", action="store_true", help=no_check)
-    mesh = (
-        "over several devices: so many shares of the requests, heads and experts of each over so many devices. "
-        "2x1: requests over two devices, 1x2: heads and experts over two"
-    )
-    add("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help=mesh)
     shown = "a line for each step, request, layer and kernel, the text of untrained models, and a fault's traceback"
     add("--verbose", action="store_true", help=shown)
     processes.add_arguments(parser)
@@ -129,7 +109,6 @@ def _run(args: argparse.Namespace, ending: contextlib.ExitStack) -> int:
     from jax_sparse_mla.serving.memory import NotEnoughMemory
     from jax_sparse_mla.serving.options import MAX_DRAFTS
     from jax_sparse_mla.serving.request import Request, Sampling
-    from jax_sparse_mla.serving.scheduler import EngineOptions
     from jax_sparse_mla.serving.speculative import DraftOracle
 
     sampling = functools.partial(Sampling, args.temperature, args.top_p)
@@ -152,16 +131,11 @@ def _run(args: argparse.Namespace, ending: contextlib.ExitStack) -> int:
             for i, beginning in enumerate(_prompts(prompt, args.requests))
         ]
         shares = args.mesh[0] if args.mesh else 1
-        options = EngineOptions(
-            bf16_cache=args.kv_cache == "bf16",
-            prefill_backend=args.prefill_backend,
-            chunk_size=args.chunk_size,
+        options = options_of(
+            args,
             max_batch=min(args.max_batch, -(-args.requests // shares)),
             max_len=len(prompt) + args.max_new_tokens,
-            seed=args.seed,
             trace=not args.no_check and args.mesh is None,
-            speculative_steps=args.speculative_steps or 0,
-            backend=args.backend,
         )
         # Not without need: a plan waits for the kernels that are being built.
         plans = report.plans(setup.spec, options, args.backend) if args.backend or args.verbose else {}

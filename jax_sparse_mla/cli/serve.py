@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from jax_sparse_mla import activity
-from jax_sparse_mla.attention.route import BACKENDS
-from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int, probability
+from jax_sparse_mla.cli.arguments import add_engine, natural, options_of, positive_int, probability
 from jax_sparse_mla.cli.endings import REFUSED, one_line
 from jax_sparse_mla.cli.generate import keep_programs
 from jax_sparse_mla.cli.progress import Status
+from jax_sparse_mla.packages import is_found
 
 KEY = "JAX_SPARSE_MLA_API_KEY"  # the environment's
 NEEDS = ("starlette", "uvicorn", "prometheus_client", "tokenizers", "jinja2")
@@ -23,7 +23,6 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from jax_sparse_mla.serving.options import PREFILL_BACKENDS
     from jax_sparse_mla.serving.presets import PRESETS
 
     add, source = parser.add_argument, parser.add_mutually_exclusive_group()
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", type=Path, metavar="FILE", help=key)
     add("--warmup", action="store_true", help="compile all programs before the first request")
     add("--max-len", type=positive_int, default=4096, metavar="TOKENS", help="of a request, its output included")
-    add("--max-batch", type=positive_int, default=8, metavar="N", help="requests served at once, by each share")
     add("--max-queue", type=natural, default=64, metavar="N", help="requests that wait; more are answered with 429")
     add("--max-body", type=positive_int, default=4 << 20, metavar="BYTES", help="of a request")
     drain = "after SIGTERM, so long may requests that are served take to finish (default: %(default)s)"
@@ -46,22 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory-share", type=probability, default=0.9, metavar="PART", help=share)
     reuse = "prefixes whose states are kept for other requests; 0: none are reused (default: %(default)s)"
     add("--reuse-points", type=natural, metavar="N", help=reuse.replace("%(default)s", "16, GLM-5.3: 0"))
-    add("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
-    stored = "multiply FP8 and FP4 weights out (default: products read them as stored)"
-    add("--multiply-out", action="store_true", help=stored)
-    add("--kv-cache", choices=("bf16", "fp8"), default="fp8")
-    add("--prefill-backend", choices=PREFILL_BACKENDS)
-    add("--backend", choices=BACKENDS, help="of the attention (default: the router's choice)")
-    add("--speculative-steps", type=positive_int, metavar="K", help="draft K tokens at a time")
-    add("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help="over several devices, as of generate")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
+    add_engine(parser)
     add("--seed", type=natural, default=0, help="of the preset's weights and the page order")
     add("--verbose", action="store_true", help="more of the log, and a fault's traceback")
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal ends it; returns 0 then, and 2 where there is nothing to serve or the engine has failed."""
-    missing = [name for name in NEEDS if not _has(name)]
+    missing = [name for name in NEEDS if not is_found(name)]
     if missing:
         names = ", ".join(missing)
         return _refused(f'this needs {names}: pip install "jax-sparse-mla[serve]"')
@@ -76,14 +66,6 @@ def run(args: argparse.Namespace) -> int:
         return _refused(str(error))
     finally:
         activity.show = contextlib.nullcontext
-
-
-def _has(name: str) -> bool:
-    try:
-        __import__(name)
-    except ImportError:
-        return False
-    return True
 
 
 def _refused(why: str) -> int:
@@ -133,7 +115,6 @@ def new_api(args: argparse.Namespace, key: str | None = None, template: str | No
     from jax_sparse_mla.server.text import text_of
     from jax_sparse_mla.serving.adjust import Adjust
     from jax_sparse_mla.serving.model import generation_config
-    from jax_sparse_mla.serving.options import EngineOptions
     from jax_sparse_mla.serving.presets import DEFAULT_PRESET
     from jax_sparse_mla.serving.start import sized, warm_up
 
@@ -144,18 +125,7 @@ def new_api(args: argparse.Namespace, key: str | None = None, template: str | No
     hook, model = Adjust(), setup.model
     text = text_of(args.model, model.vocab_size, template)  # before what takes long
     reuse = args.reuse_points if args.reuse_points is not None else 0 if model.is_recurrent else 16
-    options = EngineOptions(
-        bf16_cache=args.kv_cache == "bf16",
-        prefill_backend=args.prefill_backend,
-        chunk_size=args.chunk_size,
-        max_batch=args.max_batch,
-        max_len=args.max_len,
-        seed=args.seed,
-        speculative_steps=args.speculative_steps or 0,
-        backend=args.backend,
-        reuse_points=reuse,
-        logits_hook=hook,
-    )
+    options = options_of(args, max_batch=args.max_batch, max_len=args.max_len, reuse_points=reuse, logits_hook=hook)
     options = sized(model, setup.params, options, args.memory_share)
     engine = setup.new_engine(options)
     engine.ahead = engine.ahead and not args.warmup
