@@ -172,7 +172,7 @@ def open_unread(engine: Engine, count: int, context: int, new_tokens: int, seed:
     and then the same few experts would serve them.
     """
     rng = np.random.default_rng(seed)
-    shares = getattr(engine.scheduler, "shares", [engine.scheduler])  # those of a mesh
+    shares = engine.scheduler.shares
     prompt = [0] * context  # never read
     for index, token in enumerate(rng.integers(0, engine.model.vocab_size, count).tolist()):
         scheduler = shares[index % len(shares)]

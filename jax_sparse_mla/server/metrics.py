@@ -40,9 +40,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The engine's own numbers, as they are now."""
         scheduler, runner = self._runner.engine.scheduler, self._runner
-        shares = getattr(scheduler, "shares", [scheduler])
-        running = len(scheduler.running)
-        pools = [share.pool for share in shares]
+        running, pools = len(scheduler.running), [share.pool for share in scheduler.shares]
         total = sum(pool.num_pages - 1 for pool in pools)
         idle, free = sum(len(pool.pages.idle) for pool in pools), sum(len(pool.pages.free) for pool in pools)
         gauges = {

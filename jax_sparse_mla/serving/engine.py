@@ -402,8 +402,8 @@ class Engine:
 
     def _map_ahead(self, plan: StepPlan, room: int) -> None:
         """Maps pages of a step that its array has no room for."""
-        rows, parts = self.options.max_batch, getattr(plan, "parts", (plan,))  # those of the shares of a mesh
-        of_shares = [steps.changes_ahead(part, room, rows) if part else () for part in parts]
+        rows = self.options.max_batch
+        of_shares = [steps.changes_ahead(part, room, rows) if part else () for part in plan.parts]
         for changes in itertools.zip_longest(*of_shares, fillvalue=steps.no_changes(steps.PAGES_AHEAD, rows)):
             self.map_pages(*changes)
 
@@ -422,21 +422,38 @@ class Engine:
 
     def _bucket(self, plan: StepPlan) -> tuple:
         """(mode, requests, rows, max_seq_len, changes, choice, replays, return_selected) of a step's program."""
-        options, page = self.options, self.spec.page_size
+        options = self.options
         drawn = [request.sampling.top_p for request in plan.requests if request.sampling.temperature > 0]
         choice = Choice.GREEDY if not drawn else Choice.DRAW if min(drawn) >= 1 else Choice.TOP_P
         choice = Choice.ALL if any(request.asks_more for request in plan.requests) else choice
         choice = Choice.TOP_P if options.batch_invariant else choice  # who else is served selects no program
         if plan.mode is ForwardMode.EXTEND:
             least = options.chunk_size if options.batch_invariant else SMALLEST_CHUNK
-            rows = min(max(least, power_of_two(plan.num_tokens)), options.chunk_size)
-            requests = options.max_batch
-            changes = requests + -(-rows // page)
+            size = min(max(least, power_of_two(plan.num_tokens)), options.chunk_size)
         else:
             least = options.max_batch if options.batch_invariant else 1
-            requests = min(max(least, power_of_two(len(plan.requests))), options.max_batch)
-            rows, changes = requests * (plan.drafts + 1), requests * (1 + -(-plan.drafts // page))
-        return plan.mode, requests, rows, plan.max_seq_len, changes, choice, plan.replays, plan.returns_selected
+            size = min(max(least, power_of_two(len(plan.requests))), options.max_batch)
+        sizes = plan.mode, size, plan.drafts, plan.max_seq_len
+        return self.key(*sizes, choice, replays=plan.replays, returns_selected=plan.returns_selected)
+
+    def key(
+        self,
+        mode: ForwardMode,
+        size: int,
+        drafts: int,
+        max_seq_len: int,
+        choice: Choice,
+        *,
+        replays: bool = False,
+        returns_selected: bool = False,
+    ) -> tuple:
+        """As `_bucket`, of steps with so many rows of a chunk, or requests that decode with so many drafts each."""
+        page, requests = self.spec.page_size, self.options.max_batch if mode is ForwardMode.EXTEND else size
+        if mode is ForwardMode.EXTEND:
+            rows, changes = size, requests + -(-size // page)
+        else:
+            rows, changes = requests * (drafts + 1), requests * (1 + -(-drafts // page))
+        return mode, requests, rows, max_seq_len, changes, choice, replays, returns_selected
 
     def _decoding(self, plan: StepPlan) -> tuple | None:
         """As `_bucket`, of the step that decodes a chunk's requests, if that is to be compiled ahead."""

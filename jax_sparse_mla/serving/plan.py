@@ -36,6 +36,11 @@ class StepPlan:
     arrived: float = 0.0
 
     @property
+    def parts(self) -> tuple[StepPlan]:
+        """That of each share of a mesh; here there is one."""
+        return (self,)
+
+    @property
     def num_tokens(self) -> int:
         return int(self.counts.sum())
 

@@ -85,6 +85,11 @@ class Scheduler:
         self._raised: BaseException | None = None  # by a callback
         self._begin()
 
+    @property
+    def shares(self) -> tuple[Scheduler]:
+        """Those of a mesh; here there is one."""
+        return (self,)
+
     def _new_pool(self) -> RequestPool:
         spec, options = self.spec, self.options
         return RequestPool(

@@ -58,26 +58,21 @@ def sized(
 
 
 def all_programs(engine: Engine) -> Iterator[tuple]:
-    """The keys, as of `Engine._bucket`, of all programs that an engine's steps can need, but those that replay or give
+    """The keys, as of `Engine.key`, of all programs that an engine's steps can need, but those that replay or give
     out selected positions."""
-    options, page = engine.options, engine.spec.page_size
-    rows_of_tables, pool = options.max_batch, getattr(engine.scheduler, "shares", [engine.scheduler])[0].pool
-    longest = pool.req_to_token.shape[1]
-    widths = _doubled(smallest_bucket(engine.spec), longest)
-    chunks, requests = _doubled(SMALLEST_CHUNK, options.chunk_size), _doubled(1, rows_of_tables)
+    options, drafts = engine.options, engine.drafts
+    widths = _doubled(smallest_bucket(engine.spec), engine.scheduler.pool.req_to_token.shape[1])
+    chunks, requests = _doubled(SMALLEST_CHUNK, options.chunk_size), _doubled(1, options.max_batch)
     choices = list(Choice)
     if options.batch_invariant:
         widths, chunks, requests, choices = widths[-1:], chunks[-1:], requests[-1:], [Choice.TOP_P]
-    drafts = engine.drafts
     mode = ForwardMode.TARGET_VERIFY if drafts else ForwardMode.DECODE
     for width in widths:
         for choice in choices:
             for rows in chunks:
-                changes = rows_of_tables + -(-rows // page)
-                yield ForwardMode.EXTEND, rows_of_tables, rows, width, changes, choice, False, False
+                yield engine.key(ForwardMode.EXTEND, rows, 0, width, choice)
             for count in requests:
-                changes = count * (1 + -(-drafts // page))
-                yield mode, count, count * (drafts + 1), width, changes, choice, False, False
+                yield engine.key(mode, count, drafts, width, choice)
 
 
 def warm_up(engine: Engine, threads: int | None = None) -> int:
@@ -88,7 +83,7 @@ def warm_up(engine: Engine, threads: int | None = None) -> int:
     keys = list(all_programs(engine))
     engine.compile(keys, threads or max(1, (os.cpu_count() or 1) // 2))
     if engine.options.reuse_points:
-        shares = len(getattr(engine.scheduler, "shares", "1"))
+        shares = len(engine.scheduler.shares)
         engine.map_pages(*[no_changes(PAGES_AHEAD, engine.options.max_batch)] * shares)
         if engine.spec.windowed:
             engine.copy_states([(0, 0) if engine.mesh is None else ((0, 0),) * shares])
