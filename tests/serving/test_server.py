@@ -376,27 +376,17 @@ def test_a_restart_under_load():
         assert complete(again.client(), "1", 4).choices[0].text == right("1", 4)
 
 
-def test_what_does_not_finish_in_time_ends_with_an_error():
+@pytest.mark.parametrize(("drain", "again"), [(0.3, False), (60, True)], ids=["its time is over", "a second signal"])
+def test_what_does_not_finish_ends_with_an_error(drain, again):
     engine = new_engine()
     slow_down(engine, 0.02)
-    with Running(engine, drain=0.3) as running:
+    with Running(engine, drain=drain) as running:
         stream = complete(running.client(), prompt_of(1), 1900, stream=True)
         next(iter(stream))
         running.server.drain()
-        with pytest.raises(openai.APIError, match="the server is shutting down"):
-            list(stream)
-    assert running.everything_is_free()
-
-
-def test_a_second_signal_ends_all_at_once():
-    engine = new_engine()
-    slow_down(engine, 0.02)
-    with Running(engine, drain=60) as running:
-        stream = complete(running.client(), prompt_of(1), 1900, stream=True)
-        next(iter(stream))
-        running.server.drain()
-        wait(lambda: running.api.runner.refusing)
-        running.server.drain()
+        if again:
+            wait(lambda: running.api.runner.refusing)
+            running.server.drain()
         with pytest.raises(openai.APIError, match="the server is shutting down"):
             list(stream)
     assert running.everything_is_free()
