@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 
@@ -66,8 +65,6 @@ def has_gpu() -> bool:
     return jax.default_backend() == "gpu" and "NVIDIA" in jax.devices()[0].device_kind.upper()
 
 
-@contextlib.contextmanager
-def pretend(device: DeviceInfo) -> Iterator[None]:
-    """This thread traces programs as if JAX had this device. They can be compiled for it and do not run."""
-    with _PRETENDED(device):
-        yield
+def pretend(device: DeviceInfo) -> contextlib.AbstractContextManager[None]:
+    """Within it this thread traces programs as if JAX had this device. They can be compiled for it and do not run."""
+    return _PRETENDED(device)

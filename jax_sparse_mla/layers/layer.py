@@ -129,7 +129,7 @@ def _extra_indices(
 
 
 def seen_positions(positions: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Given positions `[T, k]`; −1 in place of those that a row does not see, of lengths `[T]`."""
+    """Given positions `[T, k]` or `[1, k]`; −1 in place of those that a row does not see, of lengths `[T]`."""
     return jnp.where((positions >= 0) & (positions < lengths[:, None]), positions, -1)
 
 
@@ -151,8 +151,7 @@ def select_entries(
     """
     table, request, scores = entries.page_table, entries.row_to_request, options.index_scores
     if table.shape[1] * as_index_keys(entries.index_k).page_size <= topk:  # every row selects all that it sees
-        rank = jnp.arange(topk, dtype=jnp.int32)
-        return jnp.where(rank < entries.lengths[:, None], rank, -1), None
+        return seen_positions(jnp.arange(topk, dtype=jnp.int32)[None], entries.lengths), None
     if scores is None and at_once:
         pages = table if request is None else table[request]
         scores = logits_at_once(

@@ -336,7 +336,7 @@ class Answer:
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         piece = self._served.text.piece(token)
-        return {"token": self._text(token), "logprob": max(value, -9999.0), "bytes": list(piece)}
+        return {"token": piece.decode(errors="replace"), "logprob": max(value, -9999.0), "bytes": list(piece)}
 
     def _text(self, token: int) -> str:
         return self._served.text.piece(token).decode(errors="replace")
