@@ -80,6 +80,7 @@ class Scheduler:
         self.selecting = selecting
         self.counters = Counters()
         self.pool = self._new_pool()
+        self._narrowest = smallest_bucket(spec)
         self._widest = 0  # tokens that a request may come to, of all since there was none
         self._served: dict[Request, None] = {}  # those whose end has not been told, in order
         self._raised: BaseException | None = None  # by a callback
@@ -525,9 +526,8 @@ class Scheduler:
         """The table width for `max_len` tokens: a power of two, so that few widths compile."""
         if self.options.batch_invariant:
             return self.pool.req_to_token.shape[1]
-        least = smallest_bucket(self.spec)
-        if self._widest > least:  # so that a request's growth compiles nothing
-            least = SMALLEST_BUCKET
+        # By what requests may come to, so that their growth compiles nothing.
+        least = self._narrowest if self._widest <= self._narrowest else SMALLEST_BUCKET
         return min(max(least, power_of_two(max_len)), self.pool.req_to_token.shape[1])
 
 
