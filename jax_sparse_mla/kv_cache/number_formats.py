@@ -162,6 +162,57 @@ def e2m1_times_ue8m0(code, scale):
 
 
 @triton.jit
+def e2m1_pairs_times_ue8m0(packed, scale):
+    """The bfloat16 numbers of the low and of the high nibbles of bytes, each times 2^(scale − 127), by the GPU's own
+    instructions, SM80 and later: three a number. A thread must hold pairs of neighbouring bytes of one scale.
+
+    Args:
+      packed: uint8.
+      scale: int32, 0 to 255, of the same shape; 255 is NaN.
+    """
+    bits = tl.where(scale == 0, 0x0040, tl.where(scale == 255, _BF16_NAN, scale << 7))
+    # Exponent and mantissa of a nibble stand in those of bfloat16, so the number is 2^-126 of itself, 0.5 too.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 first, second, bits, zero, large;
+        mov.b32 zero, 0x80008000;
+        mov.b32 large, 0x7E807E80;
+        prmt.b32 first, $4, 0, 0x1100;
+        prmt.b32 second, $4, 0, 0x3322;
+        shl.b32 $0, first, 4;
+        shr.b32 bits, first, 2;
+        and.b32 bits, bits, 0x01C001C0;
+        lop3.b32 $0, $0, 0x80008000, bits, 0xEA;
+        shr.b32 bits, first, 6;
+        and.b32 bits, bits, 0x01C001C0;
+        lop3.b32 $2, first, 0x80008000, bits, 0xEA;
+        shl.b32 $1, second, 4;
+        shr.b32 bits, second, 2;
+        and.b32 bits, bits, 0x01C001C0;
+        lop3.b32 $1, $1, 0x80008000, bits, 0xEA;
+        shr.b32 bits, second, 6;
+        and.b32 bits, bits, 0x01C001C0;
+        lop3.b32 $3, second, 0x80008000, bits, 0xEA;
+        fma.rn.bf16x2 $0, $0, large, zero;
+        fma.rn.bf16x2 $1, $1, large, zero;
+        fma.rn.bf16x2 $2, $2, large, zero;
+        fma.rn.bf16x2 $3, $3, large, zero;
+        fma.rn.bf16x2 $0, $0, $5, zero;
+        fma.rn.bf16x2 $1, $1, $7, zero;
+        fma.rn.bf16x2 $2, $2, $5, zero;
+        fma.rn.bf16x2 $3, $3, $7, zero;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [packed, bits | (bits << 16)],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def ue8m0_to_float32(byte):
     """2^(byte − 127) of int32 bytes; 255 is NaN."""
     bits = tl.where(byte == 0, _F32_TWO_POW_MINUS_127, byte << 23)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from jax_sparse_mla.kv_cache.number_formats import e2m1_times_ue8m0, e4m3_to_float32, ue8m0_to_float32
+from jax_sparse_mla.kv_cache.number_formats import e2m1_pairs_times_ue8m0, e2m1_times_ue8m0, e4m3_to_float32, ue8m0_to_float32
 from jax_sparse_mla.launch.describe import Device, Executor, Launch, Output
 
 # Which weight a row takes: there is one; each row names its expert; or rows are sorted, so many of each expert.
@@ -66,16 +66,19 @@ def quantised_product_kernel(
             if FP4:
                 group, byte = tl.arange(0, BK // 32), tl.arange(0, 16)
                 at = n[:, None, None] * (K // 2) + k // 2 + group[None, :, None] * 16 + byte[None, None, :]
-                packed = tl.load(values_ptr + at, mask=n[:, None, None] < N, other=0).to(tl.int32)
+                packed = tl.load(values_ptr + at, mask=n[:, None, None] < N, other=0)
                 at = n[:, None] * (K // 32) + k // 32 + group[None, :]
                 scale = tl.load(scales_ptr + at, mask=n[:, None] < N, other=0).to(tl.int32)[:, :, None]
+                if HARDWARE_CASTS:
+                    low, high = e2m1_pairs_times_ue8m0(packed, tl.broadcast_to(scale, (BN, BK // 32, 16)))
+                else:
+                    code = packed.to(tl.int32)
+                    low, high = e2m1_times_ue8m0(code & 15, scale), e2m1_times_ue8m0(code >> 4, scale)
                 column = k // 2 + tl.arange(0, BK // 2)[:, None]
                 even = tl.load(x_rows + column, mask=m[None, :] < end, other=0.0)
                 odd = tl.load(x_rows + K // 2 + column, mask=m[None, :] < end, other=0.0)
-                low = tl.reshape(e2m1_times_ue8m0(packed & 15, scale), (BN, BK // 2))
-                sums = tl.dot(low, even, sums)
-                high = tl.reshape(e2m1_times_ue8m0(packed >> 4, scale), (BN, BK // 2))
-                sums = tl.dot(high, odd, sums)
+                sums = tl.dot(tl.reshape(low, (BN, BK // 2)), even, sums)
+                sums = tl.dot(tl.reshape(high, (BN, BK // 2)), odd, sums)
             else:
                 column = k + tl.arange(0, BK)
                 value = tl.load(values_ptr + n[:, None] * K + column[None, :], mask=n[:, None] < N, other=0)
