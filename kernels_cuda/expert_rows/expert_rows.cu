@@ -7,6 +7,7 @@
 #include <tvm/ffi/optional.h>
 
 #include <algorithm>
+#include <bit>
 
 #include "kernel.cuh"
 
@@ -46,7 +47,10 @@ void ExpertRows(ffi::TensorView x, ffi::TensorView values, ffi::TensorView scale
   int axes = values.ndim();
   call.rows = static_cast<int>(x.size(0)), call.k = static_cast<int>(x.size(1));
   call.n = static_cast<int>(values.size(axes - 2)), call.experts = axes == 3 ? static_cast<int>(values.size(0)) : 1;
-  call.scale_rows = call.n / static_cast<int>(scales.size(axes - 2));
+  int scale_rows = call.n / static_cast<int>(scales.size(axes - 2));
+  if (!std::has_single_bit(static_cast<unsigned>(scale_rows)))
+    TVM_FFI_THROW(ValueError) << "expert_rows: a power of two of rows shares a scale, got " << scale_rows;
+  call.scale_shift = std::countr_zero(static_cast<unsigned>(scale_rows));
   call.x = static_cast<const uint16_t*>(x.data_ptr());
   call.values = static_cast<const uint8_t*>(values.data_ptr());
   call.scales = static_cast<const uint8_t*>(scales.data_ptr());

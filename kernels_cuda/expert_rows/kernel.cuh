@@ -32,10 +32,10 @@ enum Which { kOne, kEach, kSorted };
 struct Call {
   const uint16_t* x;       // bfloat16 [rows, k]
   const uint8_t* values;   // [experts, n, k / 2] of FP4, [experts, n, k] of FP8
-  const uint8_t* scales;   // UE8M0 [experts, n / scale_rows, k / 32] of FP4, else k / 128; or float32
+  const uint8_t* scales;   // UE8M0 [experts, n >> scale_shift, k / 32] of FP4, else k / 128; or float32
   const int* which;        // [rows], the experts of rows, or [experts], the numbers of rows
   void* out;               // bfloat16 or float32 [rows, n]
-  int rows, experts, n, k, scale_rows, tiles;  // tiles of a thread block
+  int rows, experts, n, k, scale_shift, tiles;  // 2^scale_shift rows share a scale; tiles of a thread block
   Which kind;
   bool float_scales, float_out;
 };
@@ -183,48 +183,53 @@ struct Weights {
   uint32_t scales[2];  // a byte, or a float32's bits
 };
 
-// Loads a warp's steps one after the other: its part of k for a tile, then the next tile's.
+// Loads a warp's steps one after the other: its part of k for a tile, then the next tile's. A lane whose row is behind the
+// weight stays at one that it has loaded, or at the last: what comes of it is not stored.
 template <bool kFp4>
 struct Loader {
   static constexpr int kStepBytes = kFp4 ? kStep / 2 : kStep, kStepScales = kFp4 ? 4 : 1;
-  const uint8_t *values, *scales;  // of the expert, of this lane
-  int row, step, begin, end;       // the lane's first row of the tile; this warp's steps
-  int64_t at_values[2], at_scales[2];
+  const uint8_t* values[2];  // where this lane's bytes of the next step are
+  int64_t scales[2];         // of the expert's scales
+  int row, step, begin, end;  // the lane's first row of the tile; this warp's steps
 
   __device__ __forceinline__ Loader(const Call& call, int expert, int row, int begin, int end, int part)
       : row(row), step(begin), begin(begin), end(end) {
-    int64_t row_bytes = kFp4 ? call.k / 2 : call.k, row_scales = call.k / (kFp4 ? 32 : kStep);
-    values = call.values + expert * (call.n * row_bytes) + part * 16;
-    scales = call.scales + expert * (call.n / call.scale_rows * row_scales) * (call.float_scales ? 4 : 1);
-    if (kFp4) scales += part;
-    place(call);
-  }
-
-  __device__ __forceinline__ void place(const Call& call) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      int64_t n = min(row + i * 8, call.n - 1);  // what is behind the weight is not stored
-      at_values[i] = n * (kFp4 ? call.k / 2 : call.k) + begin * kStepBytes;
-      at_scales[i] = n / call.scale_rows * (call.k / (kFp4 ? 32 : kStep)) + begin * kStepScales;
+      int64_t n = min(row + i * 8, call.n - 1), all = int64_t{expert} * call.n + n;
+      values[i] = call.values + all * row_bytes(call) + begin * kStepBytes + part * 16;
+      scales[i] = scale_row(call, expert, n) + begin * kStepScales + (kFp4 ? part : 0);
     }
   }
 
-  __device__ __forceinline__ void load(const Call& call, Weights<kFp4>& to) {
+  static __device__ __forceinline__ int64_t row_bytes(const Call& call) { return kFp4 ? call.k / 2 : call.k; }
+  static __device__ __forceinline__ int64_t scale_row(const Call& call, int expert, int64_t n) {
+    if (kFp4) return (int64_t{expert} * call.n + n) * (call.k / 32);
+    return ((int64_t{expert} * call.n + n) >> call.scale_shift) * (call.k / kStep);
+  }
+
+  __device__ __forceinline__ void load(const Call& call, int expert, Weights<kFp4>& to) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint8_t* from = values + at_values[i];
-      to.values[i][0] = load_once(from);
-      if (!kFp4) to.values[i][!kFp4] = load_once(from + kStep / 2);
+      to.values[i][0] = load_once(values[i]);
+      if (!kFp4) to.values[i][!kFp4] = load_once(values[i] + kStep / 2);
       if (!kFp4 && call.float_scales)
-        to.scales[i] = __ldg(reinterpret_cast<const uint32_t*>(scales) + at_scales[i]);
+        to.scales[i] = __ldg(reinterpret_cast<const uint32_t*>(call.scales) + scales[i]);
       else
-        to.scales[i] = __ldg(scales + at_scales[i]);
-      at_values[i] += kStepBytes, at_scales[i] += kStepScales;
+        to.scales[i] = __ldg(call.scales + scales[i]);
+      values[i] += kStepBytes, scales[i] += kStepScales;
     }
-    if (++step == end) {
-      step = begin, row += kTile;
-      place(call);
+    if (++step < end) return;
+    step = begin;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      bool goes_on = row + i * 8 + kTile < call.n;
+      values[i] += (goes_on ? kTile * row_bytes(call) : 0) - (end - begin) * kStepBytes;
+      if (kFp4) scales[i] += (goes_on ? kTile * (call.k / 32) : 0) - (end - begin) * kStepScales;
+      if (!kFp4 && goes_on) scales[i] = scale_row(call, expert, row + i * 8 + kTile) + begin;
+      if (!kFp4 && !goes_on) scales[i] -= end - begin;
     }
+    row += kTile;
   }
 };
 
@@ -362,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, kWide == 1 ? 2 : 1) expert_rows_kern
     Weights<kFp4> weights[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; i++)
-      if (i < count) loader.load(call, weights[i]);
+      if (i < count) loader.load(call, rows.expert, weights[i]);
     copy_rows<kFp4, kWide>(call, x, columns, [&](int i) { return row_of(done + i); });
     __syncthreads();
 
@@ -376,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, kWide == 1 ? 2 : 1) expert_rows_kern
       for (int i = 0; i < kAhead; i++) {
         if (first + i >= count) break;
         multiply(sums, nan, weights[i], call, mine + step * (kMost * 16));
-        if (first + i + kAhead < count) loader.load(call, weights[i]);
+        if (first + i + kAhead < count) loader.load(call, rows.expert, weights[i]);
         if (++step == end) {
           store_sums<kFp4>(to, sums, nan, line, part);
           step = begin, to += kWarps * kWarpSums;
