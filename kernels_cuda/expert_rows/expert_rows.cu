@@ -66,6 +66,8 @@ void ExpertRows(ffi::TensorView x, ffi::TensorView values, ffi::TensorView scale
     if (call.kind == kEach && call.rows > kMostNamed)
       TVM_FFI_THROW(ValueError) << "expert_rows: at most " << kMostNamed << " rows name an expert, got " << call.rows;
   }
+  if (reinterpret_cast<uintptr_t>(call.x) % 16 || reinterpret_cast<uintptr_t>(call.values) % 16)
+    TVM_FFI_THROW(ValueError) << "expert_rows: x and values begin at multiples of 16 bytes";
   if (!call.rows || !call.n) return;
 
   int device = x.device().device_id;

@@ -21,7 +21,7 @@ from host_build import GUARD, aligned, compiled_once, poisoned
 from test_quantised_triton import weight
 from triton_device import ON_GPU
 
-from jax_sparse_mla.serving.quantised import Quantised, WeightFormat, multiplied_out
+from jax_sparse_mla.serving.quantised import WeightFormat, multiplied_out
 
 pytestmark = pytest.mark.torch
 BF16 = ml_dtypes.bfloat16
@@ -91,7 +91,7 @@ def assert_products(found, wanted, bound, rounding):
 WEIGHTS = [(FP4, 80, 256, True), (FP4, 40, 1280, True), (FP8, 200, 128, False), (FP8, 48, 256, True)]
 
 
-@pytest.mark.always(ONE)
+@pytest.mark.always(5)
 @pytest.mark.parametrize("kind", [ONE, EACH, SORTED])
 @pytest.mark.parametrize("form, n, k, ue8m0", WEIGHTS)
 def test_products(form, n, k, ue8m0, kind, product):
