@@ -23,6 +23,7 @@ BACKEND = Backend(
 # instructions; no time was measured.
 MOST_ROWS = 32
 MOST_NAMED = 1024  # rows that name an expert each, of one call; the kernel has room for so many
+STEP_BYTES = 128  # of a weight's row, which it takes in whole steps
 
 
 def serves(x: Any, weight: Any, which: Any = None, *, sizes: bool = False, dtype: str = "bfloat16") -> bool:
@@ -33,13 +34,14 @@ def serves(x: Any, weight: Any, which: Any = None, *, sizes: bool = False, dtype
       weight: a `Quantised`.
     """
     del dtype
-    named = which is not None and not sizes
+    (rows, k), named = x.shape, which is not None and not sizes
     experts, device = weight.shape[0] if weight.ndim == 3 else 1, DeviceInfo.current()
-    if x.shape[0] > MOST_ROWS * experts or (named and x.shape[0] > MOST_NAMED) or weight.rows & (weight.rows - 1):
+    # Eight rows of x and the sums of eight tiles' warps, beside the named rows.
+    shared = 16 * k + 8 * 640 + 4 * MOST_NAMED
+    fits = k // weight.format.per_byte % STEP_BYTES == 0 and not weight.rows & (weight.rows - 1)
+    if not fits or rows > MOST_ROWS * experts or (named and rows > MOST_NAMED) or shared > device.shared_memory_optin:
         return False
-    # x and the sums of 16 rows of a weight, beside the named rows.
-    room = device.shared_memory_optin - 8 * 1024 - 4 * MOST_NAMED
-    return 16 * x.shape[1] <= room and BACKEND.missing("expert_rows", "jax", device) is None
+    return BACKEND.missing("expert_rows", "jax", device) is None
 
 
 def product(

@@ -6,9 +6,9 @@
 // loads at once as operands of consecutive products, and x is copied once to shared memory in the order that this needs.
 // Of FP4 these bytes are one scale's 32 numbers. Numbers and scales become bfloat16 without rounding.
 //
-// A thread block has some tiles of 16 rows of an expert's weight; its warps share k. Each warp loads several steps of 128
-// k ahead, into registers. The warps' sums of a tile meet at the end, always in the same order: a row's result does not
-// depend on the other rows of the call.
+// A thread block has some tiles of 16 rows of an expert's weight. `split` warps share the k of a tile; others have other
+// tiles. Each warp loads some steps ahead, of 128 bytes of a weight's row, into registers. A tile's sums meet at the end,
+// always in the same order: a row's result does not depend on the other rows of the call.
 
 #pragma once
 
@@ -21,7 +21,9 @@ using namespace sm90;
 constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kTile = 16;        // rows of a weight in a product
 constexpr int kColumns = 8;      // rows of x in a product
-constexpr int kStep = 128;       // k that a warp multiplies at once, and that share a scale of FP8
+constexpr int kStepBytes = 128;  // of a weight's row that a warp multiplies at once
+constexpr int kAhead = 2;        // steps that a warp has in flight, 2 KB each
+constexpr int kGroup = 128;      // k that share a scale of FP8
 constexpr int kPitch = 20;       // floats between columns of a warp's sums, so that lanes store to different banks
 constexpr int kMostNamed = 1024;  // rows that name an expert each
 constexpr int kMostTiles = 8;    // of a thread block
@@ -35,15 +37,23 @@ struct Call {
   const uint8_t* scales;   // UE8M0 [experts, n >> scale_shift, k / 32] of FP4, else k / 128; or float32
   const int* which;        // [rows], the experts of rows, or [experts], the numbers of rows
   void* out;               // bfloat16 or float32 [rows, n]
-  int rows, experts, n, k, scale_shift, tiles;  // 2^scale_shift rows share a scale; tiles of a thread block
+  int rows, experts, n, k;
+  int scale_shift;  // 2^scale_shift rows share a scale
+  int tiles, split;  // tiles of a thread block, a multiple of kWarps / split; warps that share a tile, a power of two
   Which kind;
   bool float_scales, float_out;
 };
 
 // Bytes of shared memory for columns that are so many times 8.
-__host__ __device__ constexpr int shared_bytes(int k, int tiles, int wide) {
-  return k * wide * kColumns * 2 + tiles * wide * kColumns * kPitch * kWarps * 4;
+__host__ __device__ constexpr int shared_bytes(int k, int tiles, int split, int wide) {
+  return k * wide * kColumns * 2 + tiles * split * wide * kColumns * kPitch * 4;
 }
+
+// Of a step: how many k, and how many 16-byte operands of x each lane has.
+template <bool kFp4>
+constexpr int kStep = kFp4 ? 2 * kStepBytes : kStepBytes;
+template <bool kFp4>
+constexpr int kOperands = kStep<kFp4> / 32;
 
 // --- which rows -------------------------------------------------------------------------------------------------
 
@@ -135,11 +145,11 @@ __device__ __forceinline__ float ue8m0(uint32_t scale) {
 
 // --- x ----------------------------------------------------------------------------------------------------------
 
-// Where x's numbers 8 chunk … 8 chunk + 7 of a column lie in shared memory, in units of 16 bytes: a step's four operands
-// one after the other, each with the columns' four lanes beside each other.
+// Where x's numbers 8 chunk … 8 chunk + 7 of a column lie in shared memory, in units of 16 bytes: a step's operands one
+// after the other, each with the columns' four lanes beside each other.
 template <bool kFp4, int kWide>
 __device__ __forceinline__ int place_of(int chunk, int column) {
-  int step = chunk / 16, c = chunk % 16;
+  int step = chunk / 16, c = chunk % 16;  // half a step of FP4
   int lane = kFp4 ? c / 4 : c / 2 % 4, operand = kFp4 ? c % 4 : c / 8 * 2 + c % 2;
   return ((step * 4 + operand) * (kWide * kColumns) + column) * 4 + lane;
 }
@@ -176,60 +186,64 @@ __device__ __forceinline__ void copy_rows(const Call& call, uint4* to, int colum
 
 // --- weights ----------------------------------------------------------------------------------------------------
 
-// What a lane has of a step: of rows line and line + 8 of a tile.
+// What a lane has of a step: of rows line and line + 8 of a tile, 16 bytes from 16 part and from 64 + 16 part on.
 template <bool kFp4>
 struct Weights {
-  uint4 values[2][kFp4 ? 1 : 2];
-  uint32_t scales[2];  // a byte, or a float32's bits
+  static constexpr int kScales = kFp4 ? 2 : 1;
+  uint4 values[2][2];
+  uint32_t scales[2][kScales];  // bytes, or a float32's bits
 };
 
 // Loads a warp's steps one after the other: its part of k for a tile, then the next tile's. A lane whose row is behind the
 // weight stays at one that it has loaded, or at the last: what comes of it is not stored.
 template <bool kFp4>
 struct Loader {
-  static constexpr int kStepBytes = kFp4 ? kStep / 2 : kStep, kStepScales = kFp4 ? 4 : 1;
-  const uint8_t* values[2];  // where this lane's bytes of the next step are
-  int64_t scales[2];         // of the expert's scales
-  int row, step, begin, end;  // the lane's first row of the tile; this warp's steps
+  static constexpr int kStepScales = kFp4 ? 8 : 1;
+  const uint8_t *values[2], *scales[2];  // where this lane's bytes of the next step are
+  int row, step, begin, end;             // the lane's first row of the tile; this warp's steps
 
   __device__ __forceinline__ Loader(const Call& call, int expert, int row, int begin, int end, int part)
       : row(row), step(begin), begin(begin), end(end) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      int64_t n = min(row + i * 8, call.n - 1), all = int64_t{expert} * call.n + n;
-      values[i] = call.values + all * row_bytes(call) + begin * kStepBytes + part * 16;
-      scales[i] = scale_row(call, expert, n) + begin * kStepScales + (kFp4 ? part : 0);
+      int n = min(row + i * 8, call.n - 1);
+      values[i] = call.values + (int64_t{expert} * call.n + n) * row_bytes(call) + begin * kStepBytes + part * 16;
+      scales[i] = scales_of(call, expert, n, begin) + (kFp4 ? part : 0);
     }
   }
 
-  static __device__ __forceinline__ int64_t row_bytes(const Call& call) { return kFp4 ? call.k / 2 : call.k; }
-  static __device__ __forceinline__ int64_t scale_row(const Call& call, int expert, int64_t n) {
-    if (kFp4) return (int64_t{expert} * call.n + n) * (call.k / 32);
-    return ((int64_t{expert} * call.n + n) >> call.scale_shift) * (call.k / kStep);
+  static __device__ __forceinline__ int row_bytes(const Call& call) { return kFp4 ? call.k >> 1 : call.k; }
+  static __device__ __forceinline__ const uint8_t* scales_of(const Call& call, int expert, int n, int step) {
+    int64_t row = int64_t{expert} * call.n + n;
+    if (kFp4) return call.scales + row * (call.k >> 5) + step * kStepScales;
+    return call.scales + (((row >> call.scale_shift) * (call.k >> 7) + step) << (call.float_scales ? 2 : 0));
   }
 
   __device__ __forceinline__ void load(const Call& call, int expert, Weights<kFp4>& to) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       to.values[i][0] = load_once(values[i]);
-      if (!kFp4) to.values[i][!kFp4] = load_once(values[i] + kStep / 2);
-      if (!kFp4 && call.float_scales)
-        to.scales[i] = __ldg(reinterpret_cast<const uint32_t*>(call.scales) + scales[i]);
-      else
-        to.scales[i] = __ldg(call.scales + scales[i]);
-      values[i] += kStepBytes, scales[i] += kStepScales;
+      to.values[i][1] = load_once(values[i] + kStepBytes / 2);
+      if (!kFp4 && call.float_scales) {
+        to.scales[i][0] = __ldg(reinterpret_cast<const uint32_t*>(scales[i]));
+      } else {
+#pragma unroll
+        for (int j = 0; j < Weights<kFp4>::kScales; j++) to.scales[i][j] = __ldg(scales[i] + j * 4);
+      }
+      values[i] += kStepBytes, scales[i] += kStepScales << (!kFp4 && call.float_scales ? 2 : 0);
     }
     if (++step < end) return;
-    step = begin;
+    int rows = kWarps / call.split * kTile;  // to this warp's next tile
+    step = begin, row += rows;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      bool goes_on = row + i * 8 + kTile < call.n;
-      values[i] += (goes_on ? kTile * row_bytes(call) : 0) - (end - begin) * kStepBytes;
-      if (kFp4) scales[i] += (goes_on ? kTile * (call.k / 32) : 0) - (end - begin) * kStepScales;
-      if (!kFp4 && goes_on) scales[i] = scale_row(call, expert, row + i * 8 + kTile) + begin;
-      if (!kFp4 && !goes_on) scales[i] -= end - begin;
+      bool goes_on = row + i * 8 < call.n;
+      values[i] += (goes_on ? int64_t{rows} * row_bytes(call) : 0) - (end - begin) * kStepBytes;
+      if (kFp4)
+        scales[i] += (goes_on ? rows * (call.k >> 5) : 0) - (end - begin) * kStepScales;
+      else
+        scales[i] = scales_of(call, expert, min(row + i * 8, call.n - 1), begin);
     }
-    row += kTile;
   }
 };
 
@@ -237,7 +251,7 @@ struct Loader {
 
 __device__ __forceinline__ uint32_t& word_of(uint4& x, int i) { return (&x.x)[i]; }
 
-// The operand of x for one of a step's four, of the columns from 8 `wide` on.
+// An operand of x, of the columns from 8 `wide` on.
 template <int kWide>
 __device__ __forceinline__ uint4 load_x(const uint4* x, int operand, int wide) {
   return x[(operand * kWide + wide) * 32];
@@ -258,27 +272,36 @@ __device__ __forceinline__ void multiply_fp4(float (&sums)[kWide][4], const uint
 template <int kWide>
 __device__ __forceinline__ void multiply(float (&sums)[kWide][4], uint32_t (&)[2], Weights<true>& weights, const Call&,
                                          const uint4* x) {
-  uint32_t low[4], high[4], scales[2] = {weights.scales[0], weights.scales[1]};
-  uint32_t factors[2] = {first_factor(scales[0]), first_factor(scales[1])};
-  uint4 &a = weights.values[0][0], &b = weights.values[1][0];
-  if (__any_sync(~0u, max(scales[0], scales[1]) > kLargestAlone)) {  // seldom
-    uint32_t others[2] = {second_factor(scales[0]), second_factor(scales[1])};
+  uint32_t low[4], high[4];
+  auto& scales = weights.scales;
+  uint32_t largest = max(max(scales[0][0], scales[0][1]), max(scales[1][0], scales[1][1]));
+  if (__any_sync(~0u, largest > kLargestAlone)) {  // seldom, so it is short
+    uint4 a = weights.values[0][0], b = weights.values[1][0];
+    uint32_t scale_a = scales[0][0], scale_b = scales[1][0];
 #pragma unroll 1
-    for (int i = 0; i < 4; i++) {
-      convert_fp4(low, a.x, factors[0]);
-      convert_fp4(high, b.x, factors[1]);
+    for (int i = 0; i < 8; i++) {
+      convert_fp4(low, a.x, first_factor(scale_a));
+      convert_fp4(high, b.x, first_factor(scale_b));
 #pragma unroll
-      for (int j = 0; j < 4; j++) low[j] = multiply_pairs(low[j], others[0]), high[j] = multiply_pairs(high[j], others[1]);
+      for (int j = 0; j < 4; j++) {
+        low[j] = multiply_pairs(low[j], second_factor(scale_a));
+        high[j] = multiply_pairs(high[j], second_factor(scale_b));
+      }
       multiply_fp4(sums, low, high, x, i);
       a = {a.y, a.z, a.w, 0}, b = {b.y, b.z, b.w, 0};
+      if (i == 3) a = weights.values[0][1], b = weights.values[1][1], scale_a = scales[0][1], scale_b = scales[1][1];
     }
     return;
   }
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    convert_fp4(low, word_of(a, i), factors[0]);
-    convert_fp4(high, word_of(b, i), factors[1]);
-    multiply_fp4(sums, low, high, x, i);
+  for (int half = 0; half < 2; half++) {
+    uint32_t factors[2] = {first_factor(scales[0][half]), first_factor(scales[1][half])};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      convert_fp4(low, word_of(weights.values[0][half], i), factors[0]);
+      convert_fp4(high, word_of(weights.values[1][half], i), factors[1]);
+      multiply_fp4(sums, low, high, x, half * 4 + i);
+    }
   }
 }
 
@@ -308,7 +331,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kWide][4], uint32_t (&nan
   }
 #pragma unroll
   for (int j = 0; j < 2; j++)
-    scales[j] = call.float_scales ? __int_as_float(static_cast<int>(weights.scales[j])) : ue8m0(weights.scales[j]);
+    scales[j] = call.float_scales ? __int_as_float(static_cast<int>(weights.scales[j][0])) : ue8m0(weights.scales[j][0]);
 #pragma unroll
   for (int wide = 0; wide < kWide; wide++)
 #pragma unroll
@@ -317,9 +340,10 @@ __device__ __forceinline__ void multiply(float (&sums)[kWide][4], uint32_t (&nan
 
 // --- the kernel -------------------------------------------------------------------------------------------------
 
-// A warp's sums of a tile, for the other warps: [columns][kPitch]. A row of the weight with a NaN has no others.
+// A warp's sums of a tile, [columns][kPitch], for the other warps; `to` is this lane's first. A row of the weight with a
+// NaN has no other sums.
 template <bool kFp4, int kWide>
-__device__ __forceinline__ void store_sums(float* to, float (&sums)[kWide][4], uint32_t (&nan)[2], int line, int part) {
+__device__ __forceinline__ void store_sums(float* to, float (&sums)[kWide][4], uint32_t (&nan)[2]) {
   if (!kFp4) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {  // the row's other lanes have others of its numbers
@@ -332,8 +356,7 @@ __device__ __forceinline__ void store_sums(float* to, float (&sums)[kWide][4], u
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       bool is_nan = !kFp4 && nan[i / 2] & 0x80808080;
-      to[(wide * kColumns + part * 2 + i % 2) * kPitch + line + i / 2 * 8] =
-          is_nan ? __int_as_float(0x7FC00000) : sums[wide][i];
+      to[(wide * kColumns + i % 2) * kPitch + i / 2 * 8] = is_nan ? __int_as_float(0x7FC00000) : sums[wide][i];
       sums[wide][i] = 0;
     }
   nan[0] = nan[1] = 0;
@@ -342,7 +365,6 @@ __device__ __forceinline__ void store_sums(float* to, float (&sums)[kWide][4], u
 // Thread block (b, y) has tiles from b * tiles on, of the weight of the y-th expert that has rows, or of row y.
 template <bool kFp4, int kWide>
 __global__ void __launch_bounds__(kThreads, kWide == 1 ? 2 : 1) expert_rows_kernel(const __grid_constant__ Call call) {
-  constexpr int kAhead = kFp4 ? 4 : 2;  // steps that a warp has in flight, 1 or 2 KB each
   constexpr int kMost = kWide * kColumns, kWarpSums = kMost * kPitch;
   __shared__ int named[kMostNamed];
   uint4* x = reinterpret_cast<uint4*>(aligned_memory());
@@ -358,12 +380,14 @@ __global__ void __launch_bounds__(kThreads, kWide == 1 ? 2 : 1) expert_rows_kern
   auto row_of = [&](int i) { return call.kind == kEach ? named[i] : rows.start + i; };
 
   int first_tile = blockIdx.x * call.tiles, all_tiles = (call.n + kTile - 1) / kTile;
-  int tiles = min(call.tiles, all_tiles - first_tile), steps = call.k / kStep;
-  int begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps, count = tiles * (end - begin);
+  int tiles = min(call.tiles, all_tiles - first_tile), steps = call.k / kStep<kFp4>, split = call.split;
+  int share = warp % split, mine = first_tile + warp / split, others = kWarps / split;  // others: warps beside it in n
+  int begin = steps * share / split, end = steps * (share + 1) / split;
+  int count = (tiles - warp / split + others - 1) / others * (end - begin);
 
   for (int done = 0; done < rows.count; done += kMost) {
     int columns = min(kMost, rows.count - done);
-    Loader<kFp4> loader(call, rows.expert, first_tile * kTile + line, begin, end, part);
+    Loader<kFp4> loader(call, rows.expert, mine * kTile + line, begin, end, part);
     Weights<kFp4> weights[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; i++)
@@ -372,18 +396,18 @@ __global__ void __launch_bounds__(kThreads, kWide == 1 ? 2 : 1) expert_rows_kern
     __syncthreads();
 
     // Lanes whose columns there are not take others: what comes of it is not stored.
-    const uint4* mine = x + min(line, columns - 1) * 4 + part;
-    float sums[kWide][4] = {}, *to = shared_sums + warp * kWarpSums;
+    const uint4* operands = x + min(line, columns - 1) * 4 + part;
+    float sums[kWide][4] = {}, *to = shared_sums + warp * kWarpSums + part * 2 * kPitch + line;
     uint32_t nan[2] = {0, 0};
     int step = begin;
     for (int first = 0; first < count; first += kAhead) {
 #pragma unroll
       for (int i = 0; i < kAhead; i++) {
         if (first + i >= count) break;
-        multiply(sums, nan, weights[i], call, mine + step * (kMost * 16));
+        multiply(sums, nan, weights[i], call, operands + step * (kOperands<kFp4> * kMost * 4));
         if (first + i + kAhead < count) loader.load(call, rows.expert, weights[i]);
         if (++step == end) {
-          store_sums<kFp4>(to, sums, nan, line, part);
+          store_sums<kFp4>(to, sums, nan);
           step = begin, to += kWarps * kWarpSums;
         }
       }
@@ -393,11 +417,10 @@ __global__ void __launch_bounds__(kThreads, kWide == 1 ? 2 : 1) expert_rows_kern
     int tile_rows = min(tiles * kTile, call.n - first_tile * kTile);
     for (int i = threadIdx.x; i < columns * tile_rows; i += kThreads) {
       int column = i / tile_rows, row = i % tile_rows;
-      const float* from = shared_sums + row / kTile * (kWarps * kWarpSums) + column * kPitch + row % kTile;
+      const float* from = shared_sums + row / kTile * split * kWarpSums + column * kPitch + row % kTile;
       float sum = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; w++)
-        if (steps * w / kWarps < steps * (w + 1) / kWarps) sum += from[w * kWarpSums];
+      for (int w = 0; w < split; w++)
+        if (steps * w / split < steps * (w + 1) / split) sum += from[w * kWarpSums];
       int64_t at = int64_t{row_of(done + column)} * call.n + first_tile * kTile + row;
       if (call.float_out)
         static_cast<float*>(call.out)[at] = sum;

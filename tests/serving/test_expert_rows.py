@@ -54,7 +54,7 @@ def _on_the_device(kind, x, weight, which=None, dtype="bfloat16", **launch):
     return np.asarray(run(*given))
 
 
-def _on_the_host(library, kind, x, weight, which=None, dtype="bfloat16", *, tiles=2, wide=1, seed=0):
+def _on_the_host(library, kind, x, weight, which=None, dtype="bfloat16", *, tiles=2, split=8, wide=1, seed=0):
     n, k = weight.shape[-2:]
     out, guard = poisoned((len(x), n), np.dtype(BF16 if dtype == "bfloat16" else dtype))
     arrays = [aligned(np.asarray(a)) for a in (x, weight.values, weight.scales)]
@@ -63,7 +63,7 @@ def _on_the_host(library, kind, x, weight, which=None, dtype="bfloat16", *, tile
     sizes = len(x), 1 if weight.ndim == 2 else weight.shape[0], n, k, weight.format is FP4, shift, is_float
     library.expert_rows_on_host(
         *(None if a is None else ctypes.c_void_p(a.ctypes.data) for a in arrays),
-        *map(int, (*sizes, kind, dtype == "float32", tiles, wide)),
+        *map(int, (*sizes, kind, dtype == "float32", tiles, split, wide)),
         ctypes.c_uint(seed),
         ctypes.c_void_p(out.ctypes.data),
     )
@@ -105,7 +105,7 @@ WEIGHTS = [(FP4, 80, 256, True), (FP4, 40, 1280, True), (FP8, 200, 128, False), 
 def test_products(form, n, k, ue8m0, kind, product):
     x, stored, which = case(form, n, k, kind, ue8m0, np.random.default_rng(n))
     wanted, bound = exact(kind, x, stored, which)
-    launches = [dict(tiles=2, wide=1), dict(tiles=3, wide=2, seed=1), dict(tiles=1, wide=4)]
+    launches = [dict(tiles=2, split=4), dict(tiles=4, split=4, wide=2, seed=1), dict(tiles=6, split=4, wide=4)]
     results = []
     for dtype, launch in zip(("float32", "bfloat16", "float32"), launches, strict=True):
         results.append(product(kind, x, stored, which, dtype, **launch))
@@ -120,13 +120,13 @@ def test_products(form, n, k, ue8m0, kind, product):
 
 def test_every_fp4_number_times_every_scale(product):
     """Exact, below bfloat16's normal numbers too; what is beyond bfloat16, or has NaN for its scale, is no number."""
-    packed = np.tile(np.arange(16, dtype=np.uint8), 8)  # column j has code j % 16
-    values = np.broadcast_to(packed[::2] | packed[1::2] << 4, (256, 64)).copy()
-    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 4, axis=1)
+    packed = np.tile(np.arange(16, dtype=np.uint8), 16)  # column j has code j % 16
+    values = np.broadcast_to(packed[::2] | packed[1::2] << 4, (256, 128)).copy()
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
     stored = Quantised.stored(FP4, values, scales, BF16)
     codes = packed.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    found = product(ONE, np.eye(128, dtype=BF16), stored, dtype="float32", tiles=8, wide=4)
-    wanted = codes[:, None] * 2.0 ** (np.arange(256) - 127)
+    found = product(ONE, np.eye(256, dtype=BF16)[5::9], stored, dtype="float32", tiles=8, split=1, wide=4)
+    wanted = codes[5::9, None] * 2.0 ** (np.arange(256) - 127)
     np.testing.assert_array_equal(found[:, :253], wanted[:, :253])
     assert np.isnan(found[:, 253:]).all()  # infinite numbers times 0 are among its sums
 
@@ -184,7 +184,7 @@ def test_many_rows_that_name_experts(product):
     rng = np.random.default_rng(5)
     which = rng.integers(0, 5, 77).astype(np.int32)
     which[40:] = np.where(which[40:] == 3, 1, which[40:])  # the last of an expert's rows is in no later group of 32
-    x, stored = rng.standard_normal((77, 128)).astype(BF16), weight(FP4, 5, 16, 128)
+    x, stored = rng.standard_normal((77, 256)).astype(BF16), weight(FP4, 5, 16, 256)
     assert_products(product(EACH, x, stored, which, "float32"), *exact(EACH, x, stored, which), 1e-5)
 
 
@@ -205,14 +205,15 @@ def test_layers_take_it(product, monkeypatch):
     monkeypatch.setattr(build, "module", lambda name, arch: module())
     monkeypatch.setattr(quantised, "dispatch", lambda kernel, plain, *args: kernel(*args))
     for form, rows in ((FP4, 3), (FP8, 11)):
-        *given, gate_up, down = small_layer(form, rows)
-        dense = weight(FP8, 200, 128, ue8m0=False)
+        x, *given, _, _ = small_layer(form, rows)
+        x, gate_up, down = jnp.tile(x, (1, 2)), weight(form, 8, 512, 256), weight(form, 8, 256, 256)
+        dense = weight(FP8, 200, 256, ue8m0=False)
         wanted = (
-            experts(*given, multiplied_out(gate_up), multiplied_out(down), 1.0),
-            linear(given[0], multiplied_out(dense)),
+            experts(x, *given, multiplied_out(gate_up), multiplied_out(down), 1.0),
+            linear(x, multiplied_out(dense)),
         )
         with pretend(H200):
-            found = experts(*given, gate_up, down, 1.0), linear(given[0], dense)
+            found = experts(x, *given, gate_up, down, 1.0), linear(x, dense)
         for one, other in zip(found, wanted, strict=True):
             one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
             np.testing.assert_allclose(one, other, atol=0.02 * np.abs(other).max())
@@ -236,7 +237,11 @@ def test_what_it_serves(monkeypatch):
     assert serves(most, 256, 512) and not serves(most + 1, 256, 512)
     assert serves(most * 8, 8, 256, 512, which=SORTED) and not serves(most * 8 + 1, 8, 256, 512, which=SORTED)
     assert serves(1024, 256, 16, 512, which=EACH) and not serves(1025, 256, 16, 512, which=EACH)
-    assert serves(1, 384, 512, form=FP8, rows=128) and not serves(1, 384, 512, form=FP8, rows=96)
+    assert (
+        serves(1, 384, 128, form=FP8, rows=128)
+        and not serves(1, 256, 384)
+        and not serves(1, 384, 512, form=FP8, rows=96)
+    )
     assert serves(1, 256, 12_288) and not serves(1, 256, 16_384)
     assert not serves(1, 256, 512, device=DeviceInfo("cuda", (7, 5), 40, 65_536)) and not serves(
         1, 256, 512, device=DeviceInfo("cpu")
@@ -248,3 +253,4 @@ def test_what_it_serves(monkeypatch):
 def test_the_source_has_room_for_what_it_serves():
     source = (build.folder() / "expert_rows" / "kernel.cuh").read_text()
     assert f"kMostNamed = {quantised_cuda.MOST_NAMED};" in source
+    assert f"kStepBytes = {quantised_cuda.STEP_BYTES};" in source
