@@ -164,7 +164,7 @@ __device__ __forceinline__ uint4 in_order(uint4 x) {
 
 template <bool kFp4, int kWide, typename RowOf>
 __device__ __forceinline__ void copy_rows(const Call& call, uint4* to, int columns, RowOf row_of) {
-  constexpr int kAhead = 4;  // loads
+  constexpr int kAhead = 8;  // loads
   int chunks = call.k / 8;
   for (int first = threadIdx.x; first < columns * chunks; first += kThreads * kAhead) {
     uint4 x[kAhead];
@@ -187,11 +187,11 @@ __device__ __forceinline__ void copy_rows(const Call& call, uint4* to, int colum
 // --- weights ----------------------------------------------------------------------------------------------------
 
 // What a lane has of a step: of rows line and line + 8 of a tile, 16 bytes from 16 part and from 64 + 16 part on.
-template <bool kFp4>
+// The other registers of scales are FP4's second 16 bytes', or FP8's float32: a load into the register of another one, be it
+// left out, would wait for that.
 struct Weights {
-  static constexpr int kScales = kFp4 ? 2 : 1;
   uint4 values[2][2];
-  uint32_t scales[2][kScales];  // bytes, or a float32's bits
+  uint32_t scales[2][2];
 };
 
 // Loads a warp's steps one after the other: its part of k for a tile, then the next tile's. A lane whose row is behind the
@@ -219,17 +219,14 @@ struct Loader {
     return call.scales + (((row >> call.scale_shift) * (call.k >> 7) + step) << (call.float_scales ? 2 : 0));
   }
 
-  __device__ __forceinline__ void load(const Call& call, int expert, Weights<kFp4>& to) {
+  __device__ __forceinline__ void load(const Call& call, int expert, Weights& to) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       to.values[i][0] = load_once(values[i]);
       to.values[i][1] = load_once(values[i] + kStepBytes / 2);
-      if (!kFp4 && call.float_scales) {
-        to.scales[i][0] = __ldg(reinterpret_cast<const uint32_t*>(scales[i]));
-      } else {
-#pragma unroll
-        for (int j = 0; j < Weights<kFp4>::kScales; j++) to.scales[i][j] = __ldg(scales[i] + j * 4);
-      }
+      if (kFp4 || !call.float_scales) to.scales[i][0] = __ldg(scales[i]);
+      if (kFp4) to.scales[i][1] = __ldg(scales[i] + 4);
+      if (!kFp4 && call.float_scales) to.scales[i][1] = __ldg(reinterpret_cast<const uint32_t*>(scales[i]));
       values[i] += kStepBytes, scales[i] += kStepScales << (!kFp4 && call.float_scales ? 2 : 0);
     }
     if (++step < end) return;
@@ -249,7 +246,7 @@ struct Loader {
 
 // --- products ---------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint32_t& word_of(uint4& x, int i) { return (&x.x)[i]; }
+__device__ __forceinline__ uint32_t word_of(const uint4& x, int i) { return (&x.x)[i]; }
 
 // An operand of x, of the columns from 8 `wide` on.
 template <int kWide>
@@ -270,8 +267,7 @@ __device__ __forceinline__ void multiply_fp4(float (&sums)[kWide][4], const uint
 }
 
 template <int kWide>
-__device__ __forceinline__ void multiply(float (&sums)[kWide][4], uint32_t (&)[2], Weights<true>& weights, const Call&,
-                                         const uint4* x) {
+__device__ __forceinline__ void multiply_step_fp4(float (&sums)[kWide][4], const Weights& weights, const uint4* x) {
   uint32_t low[4], high[4];
   auto& scales = weights.scales;
   uint32_t largest = max(max(scales[0][0], scales[0][1]), max(scales[1][0], scales[1][1]));
@@ -306,15 +302,15 @@ __device__ __forceinline__ void multiply(float (&sums)[kWide][4], uint32_t (&)[2
 }
 
 template <int kWide>
-__device__ __forceinline__ void multiply(float (&sums)[kWide][4], uint32_t (&nan)[2], Weights<false>& weights,
-                                         const Call& call, const uint4* x) {
+__device__ __forceinline__ void multiply_step_fp8(float (&sums)[kWide][4], uint32_t (&nan)[2], const Weights& weights,
+                                                  bool float_scales, const uint4* x) {
   float parts[kWide][4] = {}, scales[2];
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // of operands
     uint32_t a[2][4];
 #pragma unroll
     for (int j = 0; j < 2; j++) {  // of rows
-      uint4& four = weights.values[j][i / 2];
+      const uint4& four = weights.values[j][i / 2];
 #pragma unroll
       for (int w = 0; w < 2; w++) {
         uint32_t word = word_of(four, i % 2 * 2 + w);
@@ -331,7 +327,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kWide][4], uint32_t (&nan
   }
 #pragma unroll
   for (int j = 0; j < 2; j++)
-    scales[j] = call.float_scales ? __int_as_float(static_cast<int>(weights.scales[j][0])) : ue8m0(weights.scales[j][0]);
+    scales[j] = float_scales ? __int_as_float(static_cast<int>(weights.scales[j][1])) : ue8m0(weights.scales[j][0]);
 #pragma unroll
   for (int wide = 0; wide < kWide; wide++)
 #pragma unroll
@@ -388,7 +384,7 @@ __global__ void __launch_bounds__(kThreads, kWide == 1 ? 2 : 1) expert_rows_kern
   for (int done = 0; done < rows.count; done += kMost) {
     int columns = min(kMost, rows.count - done);
     Loader<kFp4> loader(call, rows.expert, mine * kTile + line, begin, end, part);
-    Weights<kFp4> weights[kAhead];
+    Weights weights[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; i++)
       if (i < count) loader.load(call, rows.expert, weights[i]);
@@ -404,7 +400,11 @@ __global__ void __launch_bounds__(kThreads, kWide == 1 ? 2 : 1) expert_rows_kern
 #pragma unroll
       for (int i = 0; i < kAhead; i++) {
         if (first + i >= count) break;
-        multiply(sums, nan, weights[i], call, operands + step * (kOperands<kFp4> * kMost * 4));
+        const uint4* step_x = operands + step * (kOperands<kFp4> * kMost * 4);
+        if constexpr (kFp4)
+          multiply_step_fp4(sums, weights[i], step_x);
+        else
+          multiply_step_fp8(sums, nan, weights[i], call.float_scales, step_x);
         if (first + i + kAhead < count) loader.load(call, rows.expert, weights[i]);
         if (++step == end) {
           store_sums<kFp4>(to, sums, nan);
