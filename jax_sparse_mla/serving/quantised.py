@@ -165,7 +165,7 @@ def _multiplied_out(weight: Quantised) -> jax.Array:
 
 
 def kernel_serves(x: jax.Array, weight: Weight) -> bool:
-    """Whether the Triton kernel can take a product of these rows: bfloat16, and whole groups of FP8's scales."""
+    """Whether a kernel can take a product of these rows: bfloat16, and whole groups of FP8's scales."""
     fits = isinstance(weight, Quantised) and x.dtype == weight.dtype == jnp.bfloat16
     return fits and weight.shape[-1] % WeightFormat.FP8.group == 0 and x.shape[0] > 0
 
