@@ -38,7 +38,11 @@ __device__ __forceinline__ uint32_t permute(uint32_t x, uint32_t y, uint32_t sel
 // The products of two pairs of bfloat16 numbers.
 __device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
   uint32_t products;
+#if __CUDA_ARCH__ >= 900
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(x), "r"(y));
+#else  // plus -0
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(products) : "r"(x), "r"(y), "r"(0x80008000));
+#endif
   return products;
 }
 
@@ -217,6 +221,15 @@ __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
 // Prefetches the 128 bytes around this byte into the L2 (measured). The bulk prefetch takes one address of a warp at a
 // time, so many addresses would go one after the other.
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+// Loads 16 bytes that no thread has written and none of this multiprocessor reads again; the L2 fetches those beside them.
+__device__ __forceinline__ uint4 load_once(const void* from) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from));
+  return x;
+}
 
 __device__ __forceinline__ void store(uint32_t to, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");

@@ -16,6 +16,7 @@ from jax_sparse_mla.launch import build, compile_cache, triton_versions
 from jax_sparse_mla.launch.triton_call import own_launcher
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.packages import why_not
+from jax_sparse_mla.serving import quantised_cuda
 
 
 def begin_to_load(spec: ModelSpec | None = None) -> None:
@@ -62,6 +63,7 @@ def _parts() -> list[_Part]:
     if device.platform != "cuda":
         return []
     kernels = {"decode": BACKENDS["hopper"], "index_logits": LOGITS_BACKENDS["hopper"], "topk": TOPK_BACKENDS["cuda"]}
+    kernels["expert_rows"] = quantised_cuda.BACKEND
     binaries = [backend.binary(phase, device) for phase, backend in kernels.items() if not backend.wrong_device(device)]
     return [
         _Part(build.binder(), own_launcher, lambda: why_not("tvm_ffi") or triton_versions.unknown()),

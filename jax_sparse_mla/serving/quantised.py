@@ -1,7 +1,7 @@
 """Weights as quantised checkpoints store them, and the products that read them.
 
 A product multiplies values by scales when it reads them, so the device holds what the checkpoint holds.
-`multiplied_out` defines what a weight stands for; a Triton kernel reads the bytes.
+`multiplied_out` defines what a weight stands for. Kernels read the bytes: in CUDA C++ for few rows, in Triton for more.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jax_sparse_mla.kv_cache.quantize import bits_to_float32, e2m1_values, times
 from jax_sparse_mla.launch.dispatch import dispatch
 from jax_sparse_mla.launch.transforms import differentiated_as
 from jax_sparse_mla.launch.triton_call import launching
+from jax_sparse_mla.serving import quantised_cuda
 from jax_sparse_mla.serving.config import WEIGHT_BLOCK
 
 
@@ -164,15 +165,18 @@ def _multiplied_out(weight: Quantised) -> jax.Array:
 
 
 def kernel_serves(x: jax.Array, weight: Weight) -> bool:
-    """Whether the Triton kernel can take a product of these rows: bfloat16, and whole groups of FP8's scales."""
+    """Whether a kernel can take a product of these rows: bfloat16, and whole groups of FP8's scales."""
     fits = isinstance(weight, Quantised) and x.dtype == weight.dtype == jnp.bfloat16
     return fits and weight.shape[-1] % WeightFormat.FP8.group == 0 and x.shape[0] > 0
 
 
 def stored_product(plain: Callable[..., jax.Array], x: jax.Array, weight: Quantised, *which: jax.Array, **static: Any):
-    """`quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`, whose derivatives it has."""
+    """`quantised_cuda.product` or `quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`, whose
+    derivatives it has."""
 
     def kernel(x: jax.Array, *others: Any) -> jax.Array:
+        if quantised_cuda.serves(x, weight, *which, **static):
+            return quantised_cuda.product(x, *jax.tree.leaves(others), **static)
         if weight.format is WeightFormat.FP4:  # even values first
             x = x.reshape(x.shape[0], -1, 2).swapaxes(1, 2).reshape(x.shape)
         return launching("serving.quantised_triton.product", **static)(x, *others)

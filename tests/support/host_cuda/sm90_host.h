@@ -338,6 +338,10 @@ inline void arrive_after_copies(Barrier* barrier) {
   std::erase_if(mine->copies[threadIdx.x], [](const auto& copy) { return copy->landed; });
 }
 inline void prefetch(const void*) {}
+inline uint4 load_once(const void* from) {
+  require_readable(from, 16);
+  return *static_cast<const uint4*>(from);
+}
 
 // A box's lines of 128 bytes, one behind the other, with their chunks of 16 bytes permuted as the address says; zeros
 // for what is outside the tensor.

@@ -1,0 +1,61 @@
+"""Products of few rows with quantised weights by `kernels_cuda/expert_rows/`, as XLA calls them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_sparse_mla.backend import SM80_AND_UP, TVM_FFI, Backend
+from jax_sparse_mla.device import DeviceInfo
+from jax_sparse_mla.launch import build, tvm
+
+BACKEND = Backend(
+    name="cuda",
+    devices=(SM80_AND_UP,),
+    device_names="SM80 and up",
+    needs=(TVM_FFI,),
+    binaries={"expert_rows": ("expert_rows", None)},
+)
+
+# Rows of a weight, on average, up to which this kernel serves and Triton's from there on. Expected from their
+# instructions; no time was measured.
+MOST_ROWS = 32
+MOST_NAMED = 1024  # rows that name an expert each, of one call; the kernel has room for so many
+STEP_BYTES = 128  # of a weight's row, which it takes in whole steps
+
+
+def serves(x: Any, weight: Any, which: Any = None, *, sizes: bool = False, dtype: str = "bfloat16") -> bool:
+    """Whether this kernel takes a product here that `quantised_triton.product` can take; from shapes alone.
+
+    Args:
+      x, which: arrays or their shapes, as `product` has them.
+      weight: a `Quantised`.
+    """
+    del dtype
+    (rows, k), named = x.shape, which is not None and not sizes
+    experts, device = weight.shape[0] if weight.ndim == 3 else 1, DeviceInfo.current()
+    # Eight rows of x and the sums of eight tiles' warps, beside the named rows.
+    shared = 16 * k + 8 * 640 + 4 * MOST_NAMED
+    fits = k // weight.format.per_byte % STEP_BYTES == 0 and not weight.rows & (weight.rows - 1)
+    if not fits or rows > MOST_ROWS * experts or (named and rows > MOST_NAMED) or shared > device.shared_memory_optin:
+        return False
+    return BACKEND.missing("expert_rows", "jax", device) is None
+
+
+def product(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    which: jax.Array | None = None,
+    *,
+    sizes: bool = False,
+    dtype: str = "bfloat16",
+) -> jax.Array:
+    """As `quantised_triton.product`, of x in its own order."""
+    operands = [x, values, scales, *([] if which is None else [which])]
+    arguments = [*map(tvm.Buffer, range(3)), None if which is None else tvm.Buffer(3), sizes, tvm.Buffer(len(operands))]
+    out = jax.ShapeDtypeStruct((x.shape[0], values.shape[-2]), jnp.dtype(dtype))
+    kernel = build.Binary(*BACKEND.binary("expert_rows", DeviceInfo.current()))
+    return tvm.call(kernel, "expert_rows", arguments, [out], *operands)[0]
