@@ -27,7 +27,7 @@ extern "C" void expert_rows_on_host(const uint16_t* x, const uint8_t* values, co
   int most = kind == kOne ? 1 : kind == kEach ? rows : std::min(rows, experts);
   for (int y = 0; y < most; y++)
     for (int i = 0; i < (all + tiles - 1) / tiles; i++)
-      sm90::run(1, kThreads, shared_bytes(k, tiles, split, wide) + 1024,
+      sm90::run(1, wide == 1 ? kThreads<1> : kThreads<2>, shared_bytes(k, tiles, split, wide) + 1024,
                 [&] { fp4 ? run_block<true>(call, wide) : run_block<false>(call, wide); },
                 [i, y](int) { blockIdx.x = i, blockIdx.y = y; }, seed);
 }
