@@ -28,12 +28,8 @@ constexpr int kMostNamed = 1024;  // rows that name an expert each
 constexpr int kMostTiles = 8;    // of a thread block
 
 // Which weight a row takes: there is one; each row names its expert; or rows are sorted, so many of each expert.
-// Warps of a thread block whose columns are so many times 8. Two blocks of 8 warps share a multiprocessor, or there is room
-// for one of 16.
-template <int kWide>
-constexpr int kWarps = kWide == 1 ? 8 : 16;
-template <int kWide>
-constexpr int kThreads = kWarps<kWide> * 32;
+// Warps of a thread block: two blocks share a multiprocessor, or there is room for one.
+constexpr int kFewWarps = 8, kManyWarps = 16;
 
 enum Which { kOne, kEach, kSorted };
 
@@ -168,22 +164,22 @@ __device__ __forceinline__ uint4 in_order(uint4 x) {
   return {permute(x.x, x.y, kLow), permute(x.x, x.y, kHigh), permute(x.z, x.w, kLow), permute(x.z, x.w, kHigh)};
 }
 
-template <bool kFp4, int kWide, typename RowOf>
+template <bool kFp4, int kWide, int kThreads, typename RowOf>
 __device__ __forceinline__ void copy_rows(const Call& call, uint4* to, int columns, RowOf row_of) {
   constexpr int kAhead = kWide == 4 ? 2 : 8;  // loads; registers bound them
   int chunks = call.k / 8;
-  for (int first = threadIdx.x; first < columns * chunks; first += kThreads<kWide> * kAhead) {
+  for (int first = threadIdx.x; first < columns * chunks; first += kThreads * kAhead) {
     uint4 x[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; i++) {
-      int at = first + i * kThreads<kWide>;
+      int at = first + i * kThreads;
       if (at >= columns * chunks) break;
       const uint16_t* row = call.x + int64_t{row_of(at / chunks)} * call.k;
       x[i] = *reinterpret_cast<const uint4*>(row + at % chunks * 8);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; i++) {
-      int at = first + i * kThreads<kWide>;
+      int at = first + i * kThreads;
       if (at >= columns * chunks) break;
       to[place_of<kFp4, kWide>(at % chunks, at / chunks)] = in_order<kFp4>(x[i]);
     }
@@ -364,10 +360,10 @@ __device__ __forceinline__ void store_sums(float* to, float (&sums)[kWide][4], u
 }
 
 // Thread block (b, y) has tiles from b * tiles on, of the weight of the y-th expert that has rows, or of row y.
-template <bool kFp4, int kWide>
-__global__ void __launch_bounds__(kThreads<kWide>, kWide == 1 ? 2 : 1)
+template <bool kFp4, int kWide, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, kWarps == kFewWarps ? 2 : 1)
     expert_rows_kernel(const __grid_constant__ Call call) {
-  constexpr int kMost = kWide * kColumns, kWarpSums = kMost * kPitch;
+  constexpr int kThreads = kWarps * 32, kMost = kWide * kColumns, kWarpSums = kMost * kPitch;
   __shared__ int named[kMostNamed];
   uint4* x = reinterpret_cast<uint4*>(aligned_memory());
   float* shared_sums = reinterpret_cast<float*>(x + call.k * kMost / 8);
@@ -383,7 +379,7 @@ __global__ void __launch_bounds__(kThreads<kWide>, kWide == 1 ? 2 : 1)
 
   int first_tile = blockIdx.x * call.tiles, all_tiles = (call.n + kTile - 1) / kTile;
   int tiles = min(call.tiles, all_tiles - first_tile), steps = call.k / kStep<kFp4>, split = call.split;
-  int share = warp % split, mine = first_tile + warp / split, others = kWarps<kWide> / split;  // tiles at a time
+  int share = warp % split, mine = first_tile + warp / split, others = kWarps / split;  // tiles at a time
   int begin = steps * share / split, end = steps * (share + 1) / split;
   int count = (tiles - warp / split + others - 1) / others * (end - begin);
 
@@ -394,7 +390,7 @@ __global__ void __launch_bounds__(kThreads<kWide>, kWide == 1 ? 2 : 1)
 #pragma unroll
     for (int i = 0; i < kAhead; i++)
       if (i < count) loader.load(call, rows.expert, weights[i]);
-    copy_rows<kFp4, kWide>(call, x, columns, [&](int i) { return row_of(done + i); });
+    copy_rows<kFp4, kWide, kThreads>(call, x, columns, [&](int i) { return row_of(done + i); });
     __syncthreads();
 
     // Lanes whose columns there are not take others: what comes of it is not stored.
@@ -414,14 +410,14 @@ __global__ void __launch_bounds__(kThreads<kWide>, kWide == 1 ? 2 : 1)
         if (first + i + kAhead < count) loader.load(call, rows.expert, weights[i]);
         if (++step == end) {
           store_sums<kFp4>(to, sums, nan);
-          step = begin, to += kWarps<kWide> * kWarpSums;
+          step = begin, to += kWarps * kWarpSums;
         }
       }
     }
     __syncthreads();
 
     int tile_rows = min(tiles * kTile, call.n - first_tile * kTile);
-    for (int i = threadIdx.x; i < columns * tile_rows; i += kThreads<kWide>) {
+    for (int i = threadIdx.x; i < columns * tile_rows; i += kThreads) {
       int column = i / tile_rows, row = i % tile_rows;
       const float* from = shared_sums + row / kTile * split * kWarpSums + column * kPitch + row % kTile;
       float sum = 0;
