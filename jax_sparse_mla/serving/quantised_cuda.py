@@ -36,8 +36,8 @@ def serves(x: Any, weight: Any, which: Any = None, *, sizes: bool = False, dtype
     del dtype
     (rows, k), named = x.shape, which is not None and not sizes
     experts, device = weight.shape[0] if weight.ndim == 3 else 1, DeviceInfo.current()
-    # Eight rows of x and the sums of eight tiles' warps, beside the named rows.
-    shared = 16 * k + 8 * 640 + 4 * MOST_NAMED
+    # Eight rows of x and the sums of sixteen warps, beside the named rows.
+    shared = 16 * k + 16 * 640 + 4 * MOST_NAMED
     fits = k // weight.format.per_byte % STEP_BYTES == 0 and not weight.rows & (weight.rows - 1)
     if not fits or rows > MOST_ROWS * experts or (named and rows > MOST_NAMED) or shared > device.shared_memory_optin:
         return False

@@ -27,20 +27,28 @@ int attribute(cudaDeviceAttr name, int device) {
   return value;
 }
 
-template <bool kFp4, int kWide>
+template <bool kFp4, int kWide, int kWarps = kManyWarps>
 void launch(const Call& call, dim3 grid, cudaStream_t stream) {
   int bytes = shared_bytes(call.k, call.tiles, call.split, kWide);
-  auto kernel = expert_rows_kernel<kFp4, kWide>;
+  auto kernel = expert_rows_kernel<kFp4, kWide, kWarps>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  kernel<<<grid, kThreads, bytes, stream>>>(call);
+  kernel<<<grid, kWarps * 32, bytes, stream>>>(call);
   check_cuda(cudaGetLastError());
 }
 
-// x is bfloat16 [rows, k], k a multiple of 256 for FP4 and of 128 for FP8; values uint8 [experts, n, k / 2] of FP4, the even value in the low nibble,
-// or [experts, n, k] of FP8; scales UE8M0 bytes [experts, n, k / 32] of FP4, else bytes or float32 [experts, n /
-// scale_rows, k / 128]; without experts all have an axis less. which is None, or int32 [rows], each row's expert, or with
-// `sizes` [experts], how many rows each has, one expert's after the other's: rows behind all are not written. out is
-// bfloat16 or float32 [rows, n]. x, values and out begin at multiples of 16 bytes. The caller validates sizes and dtypes.
+template <bool kFp4>
+void launch_for(const Call& call, int wide, int warps, dim3 grid, cudaStream_t stream) {
+  if (wide == 4) return launch<kFp4, 4>(call, grid, stream);
+  if (wide == 2) return launch<kFp4, 2>(call, grid, stream);
+  warps == kFewWarps ? launch<kFp4, 1, kFewWarps>(call, grid, stream) : launch<kFp4, 1>(call, grid, stream);
+}
+
+// x is bfloat16 [rows, k], k a multiple of 256 for FP4 and of 128 for FP8; values uint8 [experts, n, k / 2] of FP4, the even
+// value in the low nibble, or [experts, n, k] of FP8; scales UE8M0 bytes [experts, n, k / 32] of FP4, else bytes or float32
+// [experts, n / a power of two, k / 128]; without experts all have an axis less. which is None, or int32 [rows], each row's
+// expert, or with `sizes` [experts], how many rows each has, one expert's after the other's: rows behind all are not
+// written. out is bfloat16 or float32 [rows, n]. x, values and out begin at multiples of 16 bytes. The caller validates
+// sizes and dtypes.
 void ExpertRows(ffi::TensorView x, ffi::TensorView values, ffi::TensorView scales, ffi::Optional<ffi::TensorView> which,
                 bool sizes, ffi::TensorView out) {
   Call call = {};
@@ -71,27 +79,27 @@ void ExpertRows(ffi::TensorView x, ffi::TensorView values, ffi::TensorView scale
   if (!call.rows || !call.n) return;
 
   int device = x.device().device_id;
-  int room = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - kMostNamed * static_cast<int>(sizeof(int));
+  int named_bytes = kMostNamed * static_cast<int>(sizeof(int)), kept = 1024;  // kept by the system of each block's
+  int room = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - named_bytes;
+  int half = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / 2 - named_bytes - kept;
   int sms = attribute(cudaDevAttrMultiProcessorCount, device);
   // Warps that share a tile have few steps of it each, of an expert's weight 4 or more: there are many more.
   int steps = call.k / (fp4 ? kStep<true> : kStep<false>);
-  for (call.split = kWarps; axes == 3 && call.split > 1 && steps < 4 * call.split;) call.split /= 2;
-  call.tiles = kWarps / call.split;
-  int wide = named > 16 ? 4 : named > kColumns ? 2 : 1;
-  while (wide > 1 && shared_bytes(call.k, call.tiles, call.split, wide) > room) wide /= 2;
-  if (shared_bytes(call.k, call.tiles, call.split, wide) > room)
-    TVM_FFI_THROW(ValueError) << "expert_rows: no room for k = " << call.k;
+  for (call.split = kFewWarps; axes == 3 && call.split > 1 && steps < 4 * call.split;) call.split /= 2;
+  int wide = named > 16 ? 4 : named > kColumns ? 2 : 1, warps = kManyWarps;
+  auto least = [&] { return warps / call.split; };  // tiles: one for each warp
+  auto fits = [&](int tiles) { return shared_bytes(call.k, tiles, call.split, wide) <= room; };
+  while (wide > 1 && !fits(least())) wide /= 2;
+  if (wide == 1 && shared_bytes(call.k, kFewWarps / call.split, call.split, wide) <= half) warps = kFewWarps, room = half;
+  if (!fits(call.tiles = least())) TVM_FFI_THROW(ValueError) << "expert_rows: no room for k = " << call.k;
   // Many tiles share a copy of x, if enough thread blocks are left to fill the device twice and again.
   int all = (call.n + kTile - 1) / kTile;
-  for (int tiles = call.tiles; tiles <= kMostTiles / wide; tiles *= 2)
-    if (shared_bytes(call.k, tiles, call.split, wide) <= room && int64_t{most} * all / tiles >= 4 * sms)
-      call.tiles = tiles;
+  for (int tiles = call.tiles * 2; tiles <= kMostTiles && fits(tiles); tiles *= 2)
+    if (int64_t{most} * all / tiles >= 4 * sms) call.tiles = tiles;
 
   auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(x.device().device_type, device));
   dim3 grid((all + call.tiles - 1) / call.tiles, most);
-  auto run = fp4 ? (wide == 4 ? launch<true, 4> : wide == 2 ? launch<true, 2> : launch<true, 1>)
-                 : (wide == 4 ? launch<false, 4> : wide == 2 ? launch<false, 2> : launch<false, 1>);
-  run(call, grid, stream);
+  fp4 ? launch_for<true>(call, wide, warps, grid, stream) : launch_for<false>(call, wide, warps, grid, stream);
 }
 
 }  // namespace

@@ -18,7 +18,6 @@ namespace expert_rows {
 
 using namespace sm90;
 
-constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kTile = 16;        // rows of a weight in a product
 constexpr int kColumns = 8;      // rows of x in a product
 constexpr int kStepBytes = 128;  // of a weight's row that a warp multiplies at once
@@ -29,6 +28,9 @@ constexpr int kMostNamed = 1024;  // rows that name an expert each
 constexpr int kMostTiles = 8;    // of a thread block
 
 // Which weight a row takes: there is one; each row names its expert; or rows are sorted, so many of each expert.
+// Warps of a thread block: two blocks share a multiprocessor, or there is room for one.
+constexpr int kFewWarps = 8, kManyWarps = 16;
+
 enum Which { kOne, kEach, kSorted };
 
 struct Call {
@@ -39,7 +41,7 @@ struct Call {
   void* out;               // bfloat16 or float32 [rows, n]
   int rows, experts, n, k;
   int scale_shift;  // 2^scale_shift rows share a scale
-  int tiles, split;  // tiles of a thread block, a multiple of kWarps / split; warps that share a tile, a power of two
+  int tiles, split;  // tiles of a thread block; warps that share a tile, a power of two and 8 at most
   Which kind;
   bool float_scales, float_out;
 };
@@ -162,9 +164,9 @@ __device__ __forceinline__ uint4 in_order(uint4 x) {
   return {permute(x.x, x.y, kLow), permute(x.x, x.y, kHigh), permute(x.z, x.w, kLow), permute(x.z, x.w, kHigh)};
 }
 
-template <bool kFp4, int kWide, typename RowOf>
+template <bool kFp4, int kWide, int kThreads, typename RowOf>
 __device__ __forceinline__ void copy_rows(const Call& call, uint4* to, int columns, RowOf row_of) {
-  constexpr int kAhead = 8;  // loads
+  constexpr int kAhead = kWide == 4 ? 2 : 8;  // loads; registers bound them
   int chunks = call.k / 8;
   for (int first = threadIdx.x; first < columns * chunks; first += kThreads * kAhead) {
     uint4 x[kAhead];
@@ -200,10 +202,10 @@ template <bool kFp4>
 struct Loader {
   static constexpr int kStepScales = kFp4 ? 8 : 1;
   const uint8_t *values[2], *scales[2];  // where this lane's bytes of the next step are
-  int row, step, begin, end;             // the lane's first row of the tile; this warp's steps
+  int row, rows, step, begin, end;       // the lane's first row of the tile, and how far the next one's is; steps
 
-  __device__ __forceinline__ Loader(const Call& call, int expert, int row, int begin, int end, int part)
-      : row(row), step(begin), begin(begin), end(end) {
+  __device__ __forceinline__ Loader(const Call& call, int expert, int row, int rows, int begin, int end, int part)
+      : row(row), rows(rows), step(begin), begin(begin), end(end) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       int n = min(row + i * 8, call.n - 1);
@@ -230,7 +232,6 @@ struct Loader {
       values[i] += kStepBytes, scales[i] += kStepScales << (!kFp4 && call.float_scales ? 2 : 0);
     }
     if (++step < end) return;
-    int rows = kWarps / call.split * kTile;  // to this warp's next tile
     step = begin, row += rows;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -359,9 +360,10 @@ __device__ __forceinline__ void store_sums(float* to, float (&sums)[kWide][4], u
 }
 
 // Thread block (b, y) has tiles from b * tiles on, of the weight of the y-th expert that has rows, or of row y.
-template <bool kFp4, int kWide>
-__global__ void __launch_bounds__(kThreads, kWide == 1 ? 2 : 1) expert_rows_kernel(const __grid_constant__ Call call) {
-  constexpr int kMost = kWide * kColumns, kWarpSums = kMost * kPitch;
+template <bool kFp4, int kWide, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, kWarps == kFewWarps ? 2 : 1)
+    expert_rows_kernel(const __grid_constant__ Call call) {
+  constexpr int kThreads = kWarps * 32, kMost = kWide * kColumns, kWarpSums = kMost * kPitch;
   __shared__ int named[kMostNamed];
   uint4* x = reinterpret_cast<uint4*>(aligned_memory());
   float* shared_sums = reinterpret_cast<float*>(x + call.k * kMost / 8);
@@ -377,18 +379,18 @@ __global__ void __launch_bounds__(kThreads, kWide == 1 ? 2 : 1) expert_rows_kern
 
   int first_tile = blockIdx.x * call.tiles, all_tiles = (call.n + kTile - 1) / kTile;
   int tiles = min(call.tiles, all_tiles - first_tile), steps = call.k / kStep<kFp4>, split = call.split;
-  int share = warp % split, mine = first_tile + warp / split, others = kWarps / split;  // others: warps beside it in n
+  int share = warp % split, mine = first_tile + warp / split, others = kWarps / split;  // tiles at a time
   int begin = steps * share / split, end = steps * (share + 1) / split;
   int count = (tiles - warp / split + others - 1) / others * (end - begin);
 
   for (int done = 0; done < rows.count; done += kMost) {
     int columns = min(kMost, rows.count - done);
-    Loader<kFp4> loader(call, rows.expert, mine * kTile + line, begin, end, part);
+    Loader<kFp4> loader(call, rows.expert, mine * kTile + line, others * kTile, begin, end, part);
     Weights weights[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; i++)
       if (i < count) loader.load(call, rows.expert, weights[i]);
-    copy_rows<kFp4, kWide>(call, x, columns, [&](int i) { return row_of(done + i); });
+    copy_rows<kFp4, kWide, kThreads>(call, x, columns, [&](int i) { return row_of(done + i); });
     __syncthreads();
 
     // Lanes whose columns there are not take others: what comes of it is not stored.

@@ -54,7 +54,7 @@ def _on_the_device(kind, x, weight, which=None, dtype="bfloat16", **launch):
     return np.asarray(run(*given))
 
 
-def _on_the_host(library, kind, x, weight, which=None, dtype="bfloat16", *, tiles=2, split=8, wide=1, seed=0):
+def _on_the_host(library, kind, x, weight, which=None, dtype="bfloat16", *, tiles=2, split=8, wide=1, warps=8, seed=0):
     n, k = weight.shape[-2:]
     out, guard = poisoned((len(x), n), np.dtype(BF16 if dtype == "bfloat16" else dtype))
     arrays = [aligned(np.asarray(a)) for a in (x, weight.values, weight.scales)]
@@ -63,7 +63,7 @@ def _on_the_host(library, kind, x, weight, which=None, dtype="bfloat16", *, tile
     sizes = len(x), 1 if weight.ndim == 2 else weight.shape[0], n, k, weight.format is FP4, shift, is_float
     library.expert_rows_on_host(
         *(None if a is None else ctypes.c_void_p(a.ctypes.data) for a in arrays),
-        *map(int, (*sizes, kind, dtype == "float32", tiles, split, wide)),
+        *map(int, (*sizes, kind, dtype == "float32", tiles, split, wide, warps)),
         ctypes.c_uint(seed),
         ctypes.c_void_p(out.ctypes.data),
     )
@@ -105,7 +105,11 @@ WEIGHTS = [(FP4, 80, 256, True), (FP4, 40, 1280, True), (FP8, 200, 128, False), 
 def test_products(form, n, k, ue8m0, kind, product):
     x, stored, which = case(form, n, k, kind, ue8m0, np.random.default_rng(n))
     wanted, bound = exact(kind, x, stored, which)
-    launches = [dict(tiles=2, split=4), dict(tiles=4, split=4, wide=2, seed=1), dict(tiles=6, split=4, wide=4)]
+    launches = [
+        dict(tiles=2, split=4),
+        dict(tiles=4, split=4, wide=1 if kind == EACH else 2, warps=16, seed=1),
+        dict(tiles=6, split=4, wide=4, warps=16),
+    ]
     results = []
     for dtype, launch in zip(("float32", "bfloat16", "float32"), launches, strict=True):
         results.append(product(kind, x, stored, which, dtype, **launch))
@@ -125,7 +129,7 @@ def test_every_fp4_number_times_every_scale(product):
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
     stored = Quantised.stored(FP4, values, scales, BF16)
     codes = packed.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    found = product(ONE, np.eye(256, dtype=BF16)[5::9], stored, dtype="float32", tiles=8, split=1, wide=4)
+    found = product(ONE, np.eye(256, dtype=BF16)[5::9], stored, dtype="float32", tiles=16, split=1, wide=4, warps=16)
     wanted = codes[5::9, None] * 2.0 ** (np.arange(256) - 127)
     np.testing.assert_array_equal(found[:, :253], wanted[:, :253])
     assert np.isnan(found[:, 253:]).all()  # infinite numbers times 0 are among its sums

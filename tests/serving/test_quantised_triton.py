@@ -162,7 +162,7 @@ def test_kernels_compile(capabilities, tmp_path):
 @pytest.mark.parametrize("form", WeightFormat)
 @pytest.mark.parametrize("rows", [1, 8, 64, 700])
 def test_jax_runs_the_kernel(form, rows):
-    """Few rows with their experts' weights, and many, sorted: the CUDA kernel has both products, of 700 rows Triton's."""
+    """Few rows with their experts' weights, and many, sorted: both products by the CUDA kernel, or Triton's of 700."""
     rng = np.random.default_rng(rows)
     gate_up, down = weight(form, 32, 512, 256), weight(form, 32, 256, 256)
     x = jnp.asarray(0.1 * rng.standard_normal((rows, 256)), jnp.bfloat16)
