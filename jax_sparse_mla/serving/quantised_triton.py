@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from jax_sparse_mla.kv_cache.number_formats import e2m1_pairs_times_ue8m0, e2m1_times_ue8m0, e4m3_to_float32, ue8m0_to_float32
+from jax_sparse_mla.kv_cache.number_formats import (
+    e2m1_pairs_times_ue8m0,
+    e2m1_times_ue8m0,
+    e4m3_to_float32,
+    ue8m0_to_float32,
+)
 from jax_sparse_mla.launch.describe import Device, Executor, Launch, Output
 
 # Which weight a row takes: there is one; each row names its expert; or rows are sorted, so many of each expert.

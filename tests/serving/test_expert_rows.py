@@ -208,7 +208,7 @@ def test_layers_take_it(product, monkeypatch):
     module = tvm_stub.module(expert_rows=stand_in)
     monkeypatch.setattr(build, "module", lambda name, arch: module())
     monkeypatch.setattr(quantised, "dispatch", lambda kernel, plain, *args: kernel(*args))
-    for form, rows in ((FP4, 3), (FP8, 11)):
+    for form, rows in ((FP8, 3), (FP4, 8)):
         x, *given, _, _ = small_layer(form, rows)
         x, gate_up, down = jnp.tile(x, (1, 2)), weight(form, 8, 512, 256), weight(form, 8, 256, 256)
         dense = weight(FP8, 200, 256, ue8m0=False)
@@ -250,6 +250,7 @@ def test_what_it_serves(monkeypatch):
     assert not serves(1, 256, 512, device=DeviceInfo("cuda", (7, 5), 40, 65_536)) and not serves(
         1, 256, 512, device=DeviceInfo("cpu")
     )
+    assert not serves(8, 8, 128, 512, form=FP8, rows=128, which=SORTED)
     monkeypatch.setattr(build, "module", lambda name, arch: None)
     assert not serves(1, 256, 512)
 
