@@ -106,7 +106,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(device: Device, fp4: bool, rows: int, n: int, tiles: int) -> Tiling:
-    """The tile of a product. Registers and shared memory bound it; Triton spills none of these on SM90. None was timed.
+    """The tile of a product. Registers and shared memory bound it; Triton spills none of these on SM90.
 
     Args:
       rows: of x that one weight multiplies, on average.
