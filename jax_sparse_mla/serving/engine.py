@@ -553,8 +553,8 @@ def options_without_search() -> dict[str, int | bool]:
     """XLA's options for programs that are compiled without its search among kernels of matrix products, by running
     them, unless XLA_FLAGS has a level of it. Those of prefill are: it takes a third of their compilation, and cuBLAS's
     first choice is as fast for many rows (the first token of 8,192 of V4-Flash's slice in bfloat16 on an H200: 198.4 ms
-    without, 198.8 with). Without it XLA's own products have any tile: with them weights as stored took 441 ms, and 66
-    with cuBLAS's."""
+    without, 198.8 with). XLA does not choose the tiles of its own kernels then: of weights as stored 441 ms, and 66
+    by cuBLAS's."""
     searches = "xla_gpu_autotune_level" in os.environ.get("XLA_FLAGS", "") or jax.default_backend() != "gpu"
     return {} if searches else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
