@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TypeAlias
-
 import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla._pytree import pytree_dataclass, static
 from jax_sparse_mla.layers import V4Step
 from jax_sparse_mla.metadata import ForwardBatch, RequestTables, V32Metadata
+from jax_sparse_mla.serving import hyper_connections
 from jax_sparse_mla.serving.config import Config
 from jax_sparse_mla.serving.kda import KDAStep
-from jax_sparse_mla.serving.layers import collapse_streams, expand_streams, head_of_streams, matmul, rms_norm
+from jax_sparse_mla.serving.hyper_connections import Entrance, Mixing, join
+from jax_sparse_mla.serving.layers import matmul, rms_norm
 from jax_sparse_mla.serving.moe import feed_forward
 from jax_sparse_mla.serving.params import (
     HeadParams,
@@ -39,8 +39,6 @@ from jax_sparse_mla.serving.params import (
     layer_of,
 )
 
-# The weights of the residual streams after a block: `post` and `comb` of `collapse_streams`; None for one plain stream.
-Mixing: TypeAlias = tuple[jax.Array, jax.Array] | None
 ATTENTION, MLP = 0, 1  # the blocks of a layer
 
 
@@ -124,14 +122,9 @@ def embed(config: Config, params: ModelParams, tokens: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnames=("config", "block"))
 def block_input(
     config: Config, weights: LayerWeights, norms: NormParams, streams: jax.Array, *, block: int
-) -> tuple[jax.Array, Mixing]:
+) -> tuple[jax.Array, Mixing | None]:
     """The input `[T, hidden]` of a layer's attention or MLP, and how its output joins the streams."""
-    norm = (norms.attn_norm, norms.ffn_norm)[block]
-    if config.streams is None:
-        return rms_norm(streams, norm, config.norm_eps), None
-    fn, base, scale = (weights.attn_fn, weights.ffn_fn)[block], norms.base[block], norms.scale[block]
-    x, post, comb = collapse_streams(streams, fn, base, scale, config=config.streams, norm_eps=config.norm_eps)
-    return rms_norm(x, norm, config.norm_eps), (post, comb)
+    return _block_input(config, weights, norms, streams, None, block)[1:]
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -141,30 +134,41 @@ def after_attention(
     norms: NormParams,
     streams: jax.Array,
     out: jax.Array,
-    mixing: Mixing,
+    mixing: Mixing | None,
     tokens: jax.Array,
 ) -> jax.Array:
     """The streams after a layer, from the attention's output `[T, hidden]` on."""
-    streams = _joined(streams, out, mixing)
-    x, mixing = block_input(config, weights, norms, streams, block=MLP)
+    streams, x, mixing = _block_input(config, weights, norms, streams, (out, mixing), MLP)
     out = feed_forward(x, weights.mlp, norms.router_bias, tokens, config=config.moe, axis_name=config.axis_name)
-    return _joined(streams, out, mixing)
+    return streams + out if mixing is None else join(streams, out, mixing)
 
 
-def _joined(streams: jax.Array, out: jax.Array, mixing: Mixing) -> jax.Array:
-    return streams + out if mixing is None else expand_streams(streams, out, *mixing)
+def _block_input(
+    config: Config,
+    weights: LayerWeights,
+    norms: NormParams,
+    streams: jax.Array,
+    before: tuple[jax.Array, Mixing | None] | None,
+    block: int,
+) -> tuple[jax.Array, jax.Array, Mixing | None]:
+    """As `hyper_connections.block_input`, also of one plain stream, whose mixing is None."""
+    norm = (norms.attn_norm, norms.ffn_norm)[block]
+    if config.streams is None:
+        streams = streams if before is None else streams + before[0]
+        return streams, rms_norm(streams, norm, config.norm_eps), None
+    entrance = Entrance((weights.attn_fn, weights.ffn_fn)[block], norms.base[block], norms.scale[block], norm)
+    return hyper_connections.block_input(streams, entrance, before, config=config.streams, norm_eps=config.norm_eps)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def last_rows(config: Config, head: HeadParams, streams: jax.Array) -> jax.Array:
     """`[T, hidden]`, from which logits are made: V4's head joins the streams, GLM-5.3 takes their mean."""
-    rows = streams
     if head.fn is not None:
-        eps = config.streams.eps
-        rows = head_of_streams(streams, head.fn, head.base, head.scale, eps=eps, norm_eps=config.norm_eps)
-    elif config.streams is not None:
-        rows = jnp.mean(streams.astype(jnp.float32), axis=1).astype(streams.dtype)
-    return rms_norm(rows, head.norm, config.norm_eps)
+        entrance = Entrance(head.fn, head.base, head.scale, head.norm)
+        return hyper_connections.block_input(streams, entrance, config=config.streams, norm_eps=config.norm_eps)[1]
+    if config.streams is not None:
+        streams = jnp.mean(streams.astype(jnp.float32), axis=1).astype(streams.dtype)
+    return rms_norm(streams, head.norm, config.norm_eps)
 
 
 def logits(params: ModelParams, hidden: jax.Array) -> jax.Array:

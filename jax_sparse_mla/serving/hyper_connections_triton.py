@@ -1,6 +1,13 @@
-"""Triton kernel of the hyper-connections: the mixing weights of residual streams, all Sinkhorn steps at once.
+"""Triton kernels of the hyper-connections (arXiv 2512.24880): a block's input from the residual streams, in two
+launches, with what the block before adds to them.
 
-XLA launches a kernel or two for each of the 39 divisions by a sum. Here a row stays in registers for all of them.
+XLA makes some ten launches of this, and one or two more for each of the 39 divisions by a sum. The first kernel reads
+the streams once and multiplies them by the weights of the mixing; the second one has a row in registers from the
+mixing's weights to the block's norm.
+
+A number of float32 is the sum of three of bfloat16, and products of these with streams are exact in float32. So tensor
+cores multiply streams by float32 weights, without rounding them. Sums over channels are made in one order, whatever
+rows are beside a row.
 """
 
 from __future__ import annotations
@@ -12,39 +19,166 @@ import triton.language as tl
 
 from jax_sparse_mla.launch.describe import Executor, Launch, Output
 
-BLOCK = 32  # rows of a program
-OPTIONS = {"BLOCK": BLOCK, "num_warps": 1}
+BLOCK_T, BLOCK_H = 32, 128  # rows and channels of a program
+WIDE = 32  # columns of its sums: products with the weights, then the sum of squares
 
 
 @triton.jit
-def doubly_stochastic_kernel(
-    logits_ptr,  # float32 [rows, N, N]
+def mix_kernel(
+    streams_ptr,  # bfloat16 [rows, N, hidden]
+    out_ptr,  # bfloat16 [rows, hidden], the output of the block before; None: the streams are not changed
+    post_ptr,  # float32 [rows, N]
+    comb_ptr,  # float32 [rows, N, N]
+    fn_ptr,  # float32 [M, N * hidden], or None: nothing is multiplied
     rows,
+    hidden,
+    joined_ptr,  # bfloat16 [rows, N, hidden], the streams after that block, or None
+    sums_ptr,  # float32 [rows, splits, WIDE], or None: of each `BLOCK_H` channels
+    N: tl.constexpr,
+    M: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    live = t < rows
+    inside = live[:, None] & (h < hidden)[None, :]
+    at = t[:, None] * N * hidden + h[None, :]
+    if out_ptr is not None:
+        out = tl.load(out_ptr + t[:, None] * hidden + h[None, :], mask=inside, other=0.0).to(tl.float32)
+    if fn_ptr is not None:
+        m = tl.arange(0, WIDE)
+        products = tl.zeros([BLOCK_T, WIDE], tl.float32)
+        squares = tl.zeros([BLOCK_T], tl.float32)
+    for j in tl.static_range(N):
+        if out_ptr is None:
+            x = tl.load(streams_ptr + at + j * hidden, mask=inside, other=0.0)
+        else:
+            mixed = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+            for i in tl.static_range(N):
+                comb = tl.load(comb_ptr + t * (N * N) + i * N + j, mask=live, other=0.0).to(tl.bfloat16).to(tl.float32)
+                old = tl.load(streams_ptr + at + i * hidden, mask=inside, other=0.0).to(tl.float32)
+                mixed += comb[:, None] * old
+            post = tl.load(post_ptr + t * N + j, mask=live, other=0.0).to(tl.bfloat16).to(tl.float32)
+            added = (post[:, None] * out).to(tl.bfloat16).to(tl.float32)
+            x = (added + mixed.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
+            tl.store(joined_ptr + at + j * hidden, x, mask=inside)
+        if fn_ptr is not None:
+            weights = m[None, :] * (N * hidden) + j * hidden + h[:, None]
+            rest = tl.load(fn_ptr + weights, mask=(m < M)[None, :] & (h < hidden)[:, None], other=0.0)
+            for _ in tl.static_range(3):
+                part = rest.to(tl.bfloat16)
+                products = tl.dot(x, part, products)
+                rest = rest - part.to(tl.float32)
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+    if fn_ptr is not None:
+        to = sums_ptr + (t[:, None] * tl.num_programs(1) + tl.program_id(1)) * WIDE + m[None, :]
+        tl.store(to, tl.where(m[None, :] == M, squares[:, None], products), mask=live[:, None])
+
+
+@triton.jit
+def input_kernel(
+    streams_ptr,  # bfloat16 [rows, N, hidden]
+    sums_ptr,  # float32 [rows, splits, WIDE]
+    base_ptr,  # float32 [M]
+    scale_ptr,  # float32 [3], or [1]
+    norm_ptr,  # float32 or bfloat16 [hidden]
+    hidden,
+    splits,
+    norm_eps,
     eps,
-    out_ptr,  # float32 [rows, N, N]
-    N: tl.constexpr,  # a power of two
+    x_ptr,  # bfloat16 [rows, hidden]
+    post_ptr,  # float32 [rows, N], or None
+    comb_ptr,  # float32 [rows, N, N], or None
+    N: tl.constexpr,
+    M: tl.constexpr,
     ITERATIONS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """A row's input, by the programs of axis 1 that are 0; by those that are 1, post and comb."""
+    row = tl.program_id(0).to(tl.int64)
+    s, i, j = tl.arange(0, SPLITS), tl.arange(0, N), tl.arange(0, N)
+    sums_ptr += row * splits * WIDE
+    square = tl.sum(tl.load(sums_ptr + s * WIDE + M, mask=s < splits, other=0.0), 0)
+    inverse = tl.rsqrt(square / (N * hidden) + norm_eps)
+    if tl.program_id(1) == 0:
+        h = tl.arange(0, BLOCK)
+        x = tl.zeros([BLOCK], tl.float32)
+        for stream in tl.static_range(N):
+            weight = tl.sum(tl.load(sums_ptr + s * WIDE + stream, mask=s < splits, other=0.0), 0) * inverse
+            weight = weight * tl.load(scale_ptr) + tl.load(base_ptr + stream)
+            pre = 1 / (1 + tl.exp(-weight)) + eps
+            x += pre * tl.load(streams_ptr + (row * N + stream) * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)
+        x = x.to(tl.bfloat16).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / hidden + norm_eps)
+        norm = tl.load(norm_ptr + h, mask=h < hidden, other=0.0)
+        if norm_ptr.dtype.element_ty == tl.bfloat16:  # V4's norm is rounded after the weight, the other one before it
+            x = x.to(tl.bfloat16).to(tl.float32)
+        tl.store(x_ptr + row * hidden + h, (x * norm.to(tl.float32)).to(tl.bfloat16), mask=h < hidden)
+    else:
+        if post_ptr is not None:
+            some = (s < splits)[:, None]
+            post = tl.sum(tl.load(sums_ptr + s[:, None] * WIDE + N + j[None, :], mask=some, other=0.0), 0) * inverse
+            post = post * tl.load(scale_ptr + 1) + tl.load(base_ptr + N + j)
+            tl.store(post_ptr + row * N + j, 2 / (1 + tl.exp(-post)))
+            place = 2 * N + i[:, None] * N + j[None, :]
+            comb = tl.load(sums_ptr + s[:, None, None] * WIDE + place[None], mask=some[:, :, None], other=0.0)
+            comb = tl.sum(comb, 0) * inverse * tl.load(scale_ptr + 2) + tl.load(base_ptr + place)
+            tl.store(comb_ptr + row * N * N + i[:, None] * N + j[None, :], _doubly_stochastic(comb, eps, ITERATIONS))
+
+
+@triton.jit
+def _doubly_stochastic(x, eps, ITERATIONS: tl.constexpr):
     """Softmax of each line; then columns and lines in turn over their sums, columns first and last. eps is added."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    i, j = tl.arange(0, N), tl.arange(0, N)
-    at = row[:, None, None] * (N * N) + i[None, :, None] * N + j[None, None, :]
-    live = (row < rows)[:, None, None]
-    x = tl.load(logits_ptr + at, mask=live, other=0.0)
-    x = tl.exp(x - tl.max(x, 2)[:, :, None])
-    x = x / tl.sum(x, 2)[:, :, None] + eps
-    x = x / (tl.sum(x, 1)[:, None, :] + eps)
+    x = tl.exp(x - tl.max(x, 1)[:, None])
+    x = x / tl.sum(x, 1)[:, None] + eps
+    x = x / (tl.sum(x, 0)[None, :] + eps)
     for _ in range(ITERATIONS - 1):
-        x = x / (tl.sum(x, 2)[:, :, None] + eps)
-        x = x / (tl.sum(x, 1)[:, None, :] + eps)
-    tl.store(out_ptr + at, x, mask=live)
+        x = x / (tl.sum(x, 1)[:, None] + eps)
+        x = x / (tl.sum(x, 0)[None, :] + eps)
+    return x
 
 
-def doubly_stochastic(execute: Executor, logits, *, iterations: int, eps: float) -> Any:
-    """float32 `[rows, n, n]` of logits of this shape; n is a power of two."""
-    rows, n, _ = logits.shape
-    constants = {"N": n, "ITERATIONS": iterations} | OPTIONS
-    grid, outputs = (triton.cdiv(rows, BLOCK),), (Output(logits.shape, "float32"),)
-    launch = Launch(doubly_stochastic_kernel, "doubly_stochastic", grid, (rows, eps), outputs, constants)
-    return execute(launch, (logits,))[0]
+def join(execute: Executor, streams, out, post, comb) -> Any:
+    """The streams `[rows, n, hidden]` after a block, as `hyper_connections.expand_streams` defines it."""
+    return _mix(execute, streams, [out, post, comb], None)[0]
+
+
+def block_input(
+    execute: Executor, streams, fn, base, scale, norm, *joined, norm_eps: float, eps: float, iterations: int
+) -> tuple[Any, ...]:
+    """A block's input after its norm `[rows, hidden]`; where fn has more than n lines, also post and comb, as
+    `hyper_connections.collapse_streams` has them. With `joined`, which are out, post and comb of the block before, the
+    streams after that block come first."""
+    rows, n, hidden = streams.shape
+    after, sums = _mix(execute, streams, joined or (None, None, None), fn)
+    streams, mixes, m = streams if after is None else after, fn.shape[0] > n, fn.shape[0]
+    outputs = [Output((rows, hidden), "bfloat16"), None, None]
+    if mixes:
+        outputs[1:] = Output((rows, n), "float32"), Output((rows, n, n), "float32")
+    splits = sums.shape[1]
+    constants = {"N": n, "M": m, "ITERATIONS": iterations, "WIDE": WIDE, "SPLITS": triton.next_power_of_2(splits)}
+    constants |= {"BLOCK": triton.next_power_of_2(hidden), "num_warps": 8}
+    scalars = hidden, splits, norm_eps, eps
+    launch = Launch(input_kernel, "hyper_connections_input", (rows, 1 + mixes), scalars, outputs, constants)
+    results = execute(launch, (streams, sums, base, scale, norm))
+    return *([] if after is None else [after]), *results[: 3 if mixes else 1]
+
+
+def _mix(execute: Executor, streams, joined, fn) -> tuple[Any, Any]:
+    """The streams after the block before, and the sums; each None where it is not wanted."""
+    rows, n, hidden = streams.shape
+    splits, m = triton.cdiv(hidden, BLOCK_H), 0 if fn is None else fn.shape[0]
+    outputs = [
+        None if joined[0] is None else Output(streams.shape, "bfloat16"),
+        None if fn is None else Output((rows, splits, WIDE), "float32"),
+    ]
+    constants = {"N": n, "M": m, "WIDE": WIDE, "BLOCK_T": BLOCK_T, "BLOCK_H": BLOCK_H, "num_warps": 4}
+    grid = triton.cdiv(rows, BLOCK_T), splits
+    return execute(
+        Launch(mix_kernel, "hyper_connections_mix", grid, (rows, hidden), outputs, constants), (streams, *joined, fn)
+    )

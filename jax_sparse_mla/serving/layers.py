@@ -1,4 +1,4 @@
-"""The arithmetic of all models beside attention: products, norms, rotary embeddings, hyper-connections.
+"""The arithmetic of all models beside attention: products, norms, rotary embeddings.
 
 Rows are `[T, …]`, weights `[out, in]` as checkpoints have them. Arithmetic is float32 where transformers keeps it, and
 in the rows' dtype elsewhere.
@@ -6,15 +6,10 @@ in the rows' dtype elsewhere.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_sparse_mla.launch.dispatch import dispatch
-from jax_sparse_mla.launch.triton_call import launching
-from jax_sparse_mla.serving.config import HyperConnections
 from jax_sparse_mla.serving.quantised import (
     JoinedRows,
     Quantised,
@@ -103,66 +98,3 @@ def swiglu(gate_up: jax.Array, limit: float | None) -> jax.Array:
 def mlp(x: jax.Array, gate_up: Weight, down: Weight, limit: float | None = None) -> jax.Array:
     """A SwiGLU of one width: x `[T, hidden]`, gate_up `[2 * width, hidden]`, down `[hidden, width]`."""
     return linear(swiglu(linear(x, gate_up), limit), down)
-
-
-def collapse_streams(
-    streams: jax.Array, fn: jax.Array, base: jax.Array, scale: jax.Array, *, config: HyperConnections, norm_eps: float
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The input of a block from the residual streams, and how its output joins them (arXiv 2512.24880).
-
-    Args:
-      streams: `[T, n, hidden]`.
-      fn: float32 `[(2 + n) * n, n * hidden]`; base float32 `[(2 + n) * n]`; scale float32 `[3]`.
-
-    Returns:
-      The block's input `[T, hidden]` in the streams' dtype; post float32 `[T, n]` and comb float32 `[T, n, n]` for
-      `expand_streams`.
-    """
-    n = config.streams
-    rows = streams.shape[0]
-    weights = matmul(normalised(streams.reshape(rows, -1), norm_eps), fn)
-    widths = n, n, n * n
-    parts = zip(split(weights, *widths), scale, split(base, *widths))
-    pre, post, comb = (part * part_scale + part_base for part, part_scale, part_base in parts)
-    pre = jax.nn.sigmoid(pre) + config.eps
-    comb = doubly_stochastic(comb.reshape(rows, n, n), config)
-    collapsed = jnp.sum(pre[:, :, None] * streams, axis=1).astype(streams.dtype)
-    return collapsed, 2 * jax.nn.sigmoid(post), comb
-
-
-def doubly_stochastic(logits: jax.Array, config: HyperConnections) -> jax.Array:
-    """float32 `[T, n, n]` of logits: softmax, then columns and rows in turn over their sums (Sinkhorn and Knopp)."""
-    n, iterations, eps = config.streams, config.iterations, config.eps
-    plain = functools.partial(doubly_stochastic_reference, iterations=iterations, eps=eps)
-    if n & (n - 1) or logits.shape[0] == 0:
-        return plain(logits)
-    kernel = launching("serving.hyper_connections_triton.doubly_stochastic", iterations=iterations, eps=eps)
-    return dispatch(kernel, plain, logits)
-
-
-def doubly_stochastic_reference(logits: jax.Array, *, iterations: int, eps: float) -> jax.Array:
-    """`doubly_stochastic` in plain JAX."""
-
-    def divided(matrix, axis):
-        return matrix / (jnp.sum(matrix, axis=axis, keepdims=True) + eps)
-
-    matrix = divided(jax.nn.softmax(logits, axis=-1) + eps, -2)
-    return lax.fori_loop(0, iterations - 1, lambda _, x: divided(divided(x, -1), -2), matrix)
-
-
-def expand_streams(streams: jax.Array, out: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
-    """The streams `[T, n, hidden]` after a block with output `[T, hidden]`: mixed by comb, the output added by post."""
-    dtype = streams.dtype
-    # A product of n x n: as sums, XLA makes one loop of it and of what follows.
-    comb, wide = comb.astype(dtype).astype(jnp.float32), streams.astype(jnp.float32)
-    mixed = sum(comb[:, i, :, None] * wide[:, i, None, :] for i in range(streams.shape[1]))
-    return post.astype(dtype)[:, :, None] * out[:, None, :] + mixed.astype(dtype)
-
-
-def head_of_streams(
-    streams: jax.Array, fn: jax.Array, base: jax.Array, scale: jax.Array, *, eps: float, norm_eps: float
-) -> jax.Array:
-    """`[T, hidden]` of the last streams `[T, n, hidden]`: fn float32 `[n, n * hidden]`, base `[n]`, scale `[1]`."""
-    weights = matmul(normalised(streams.reshape(streams.shape[0], -1), norm_eps), fn)
-    pre = jax.nn.sigmoid(weights * scale + base) + eps
-    return jnp.sum(pre[:, :, None] * streams, axis=1).astype(streams.dtype)

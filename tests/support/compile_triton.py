@@ -369,9 +369,13 @@ def kv_cases(capability):
     for has_sink in (False, True):
         constants = merge.constants(512, 3, has_sink) | {"num_warps": 4}
         yield "merge sink" if has_sink else "merge", merge.merge_kernel, pointers, constants
-    pointers = {"logits_ptr": "*fp32", "out_ptr": "*fp32", "eps": "fp32"}
-    constants = {"N": 4, "ITERATIONS": 20} | hyper_connections_triton.OPTIONS
-    yield "hyper-connections", hyper_connections_triton.doubly_stochastic_kernel, pointers, constants
+    for norm, joined in (("float32", False), ("bfloat16", True)):
+        record, streams = Recorder(capability), Array((3, 4, 4096), "bfloat16")
+        weights = Array((24, 16_384)), Array((24,)), Array((3,)), Array((4096,), norm)
+        before = Array((3, 4096), "bfloat16"), Array((3, 4)), Array((3, 4, 4))
+        static = {"norm_eps": 1e-6, "eps": 1e-6, "iterations": 20}
+        hyper_connections_triton.block_input(record, streams, *weights, *before[: 3 * joined], **static)
+        yield from record.cases
 
 
 DRAFT_LAYER = dataclasses.replace(DEEPSEEK_V4_FLASH, compress_ratios=(0,))

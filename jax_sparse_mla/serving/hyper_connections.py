@@ -1,0 +1,149 @@
+"""Hyper-connections (arXiv 2512.24880): n residual streams, which each block reads and joins by weights of its own.
+
+`block_input` and `join` run Triton kernels on GPUs; the other functions say what these compute.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_sparse_mla.launch.dispatch import use_triton
+from jax_sparse_mla.launch.transforms import KernelCall
+from jax_sparse_mla.launch.triton_call import launching
+from jax_sparse_mla.serving.config import HyperConnections
+from jax_sparse_mla.serving.layers import matmul, normalised, rms_norm, split
+
+
+_MOST_LINES = 32  # of fn, with one more for a sum of squares; the kernels have room for so many
+
+
+class Mixing(NamedTuple):
+    """How a block's output joins the streams: post float32 `[T, n]`, comb float32 `[T, n, n]`."""
+
+    post: jax.Array
+    comb: jax.Array
+
+
+class Entrance(NamedTuple):
+    """The weights of a block's input: fn float32 `[(2 + n) * n, n * hidden]`, base float32 `[(2 + n) * n]`, scale
+    float32 `[3]`, and norm `[hidden]` of its RMSNorm. A head, which nothing joins, has n lines and one scale."""
+
+    fn: jax.Array
+    base: jax.Array
+    scale: jax.Array
+    norm: jax.Array
+
+
+def block_input(
+    streams: jax.Array,
+    entrance: Entrance,
+    before: tuple[jax.Array, Mixing] | None = None,
+    *,
+    config: HyperConnections,
+    norm_eps: float,
+) -> tuple[jax.Array, jax.Array, Mixing | None]:
+    """What a block reads of the streams.
+
+    Args:
+      streams: `[T, n, hidden]`.
+      before: the output `[T, hidden]` of the block before and its mixing, which the streams do not have yet.
+
+    Returns:
+      The streams with it; the block's input `[T, hidden]` after its norm; and how the output joins, None for a head.
+    """
+
+    def plain(streams, entrance, before):
+        return _block_input(streams, entrance, before, config, norm_eps)
+
+    def kernel(streams, entrance, before):
+        launch = launching("serving.hyper_connections_triton.block_input", norm_eps=norm_eps, **static)
+        results = launch(streams, entrance, *([] if before is None else before))
+        joined, x, *mixing = (streams, *results) if before is None else results
+        return joined, x, Mixing(*mixing) if mixing else None
+
+    static = {"eps": config.eps, "iterations": config.iterations}
+    if not _kernel_serves(streams, entrance.fn):
+        return plain(streams, entrance, before)
+    return KernelCall(kernel, plain, name="block_input")(streams, entrance, before)
+
+
+def join(streams: jax.Array, out: jax.Array, mixing: Mixing) -> jax.Array:
+    """The streams `[T, n, hidden]` after a block with output `[T, hidden]`."""
+    if not _kernel_serves(streams):
+        return expand_streams(streams, out, mixing)
+    kernel = launching("serving.hyper_connections_triton.join")
+    return KernelCall(kernel, expand_streams, name="join")(streams, out, mixing)
+
+
+def _kernel_serves(streams: jax.Array, fn: jax.Array | None = None) -> bool:
+    rows, n, _ = streams.shape
+    fits = streams.dtype == jnp.bfloat16 and rows > 0 and not n & (n - 1)
+    return fits and (fn is None or fn.shape[0] < _MOST_LINES) and use_triton()
+
+
+def _block_input(streams, entrance: Entrance, before, config: HyperConnections, norm_eps: float):
+    if before is not None:
+        streams = expand_streams(streams, *before)
+    *weights, norm = entrance
+    if entrance.fn.shape[0] == config.streams:
+        x, mixing = head_of_streams(streams, *weights, eps=config.eps, norm_eps=norm_eps), None
+    else:
+        x, *mixing = collapse_streams(streams, *weights, config=config, norm_eps=norm_eps)
+    return streams, rms_norm(x, norm, norm_eps), mixing and Mixing(*mixing)
+
+
+def collapse_streams(
+    streams: jax.Array, fn: jax.Array, base: jax.Array, scale: jax.Array, *, config: HyperConnections, norm_eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The input of a block from the residual streams, and how its output joins them (arXiv 2512.24880).
+
+    Args:
+      streams: `[T, n, hidden]`.
+      fn: float32 `[(2 + n) * n, n * hidden]`; base float32 `[(2 + n) * n]`; scale float32 `[3]`.
+
+    Returns:
+      The block's input `[T, hidden]` in the streams' dtype; post float32 `[T, n]` and comb float32 `[T, n, n]` for
+      `expand_streams`.
+    """
+    n = config.streams
+    rows = streams.shape[0]
+    weights = matmul(normalised(streams.reshape(rows, -1), norm_eps), fn)
+    widths = n, n, n * n
+    parts = zip(split(weights, *widths), scale, split(base, *widths))
+    pre, post, comb = (part * part_scale + part_base for part, part_scale, part_base in parts)
+    pre = jax.nn.sigmoid(pre) + config.eps
+    comb = doubly_stochastic(comb.reshape(rows, n, n), iterations=config.iterations, eps=config.eps)
+    collapsed = jnp.sum(pre[:, :, None] * streams, axis=1).astype(streams.dtype)
+    return collapsed, 2 * jax.nn.sigmoid(post), comb
+
+
+def doubly_stochastic(logits: jax.Array, *, iterations: int, eps: float) -> jax.Array:
+    """float32 `[T, n, n]` of logits: softmax, then columns and rows in turn over their sums (Sinkhorn and Knopp)."""
+
+    def divided(matrix, axis):
+        return matrix / (jnp.sum(matrix, axis=axis, keepdims=True) + eps)
+
+    matrix = divided(jax.nn.softmax(logits, axis=-1) + eps, -2)
+    return lax.fori_loop(0, iterations - 1, lambda _, x: divided(divided(x, -1), -2), matrix)
+
+
+def expand_streams(streams: jax.Array, out: jax.Array, mixing: Mixing) -> jax.Array:
+    """The streams `[T, n, hidden]` after a block with output `[T, hidden]`: mixed by comb, the output added by post."""
+    dtype, (post, comb) = streams.dtype, mixing
+    # A product of n x n: as sums, XLA makes one loop of it and of what follows.
+    comb, wide = comb.astype(dtype).astype(jnp.float32), streams.astype(jnp.float32)
+    mixed = sum(comb[:, i, :, None] * wide[:, i, None, :] for i in range(streams.shape[1]))
+    return post.astype(dtype)[:, :, None] * out[:, None, :] + mixed.astype(dtype)
+
+
+def head_of_streams(
+    streams: jax.Array, fn: jax.Array, base: jax.Array, scale: jax.Array, *, eps: float, norm_eps: float
+) -> jax.Array:
+    """`[T, hidden]` of the last streams `[T, n, hidden]`: fn float32 `[n, n * hidden]`, base `[n]`, scale `[1]`."""
+    weights = matmul(normalised(streams.reshape(streams.shape[0], -1), norm_eps), fn)
+    pre = jax.nn.sigmoid(weights * scale + base) + eps
+    return jnp.sum(pre[:, :, None] * streams, axis=1).astype(streams.dtype)
