@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -24,8 +25,8 @@ from jax_sparse_mla.layers import V4Step
 from jax_sparse_mla.metadata import ForwardBatch, RequestTables, V32Metadata
 from jax_sparse_mla.serving import hyper_connections
 from jax_sparse_mla.serving.config import Config
-from jax_sparse_mla.serving.kda import KDAStep
 from jax_sparse_mla.serving.hyper_connections import Entrance, Mixing, join
+from jax_sparse_mla.serving.kda import KDAStep
 from jax_sparse_mla.serving.layers import matmul, rms_norm
 from jax_sparse_mla.serving.moe import feed_forward
 from jax_sparse_mla.serving.params import (

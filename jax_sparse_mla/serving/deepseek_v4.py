@@ -24,7 +24,8 @@ from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.rope import rope_interleaved
 from jax_sparse_mla.serving.config import V4Config
 from jax_sparse_mla.serving.decoder import CacheSizes, PreparedStep, StepInputs
-from jax_sparse_mla.serving.layers import linear, matmul, normalised, rms_norm, split, summed
+from jax_sparse_mla.serving.heads import Part, normed_and_rotated
+from jax_sparse_mla.serving.layers import linear, matmul, rms_norm, split, summed
 from jax_sparse_mla.serving.params import DraftParams, LatentNorms, LayerParams
 from jax_sparse_mla.serving.quantised import Weight, join_rows
 from jax_sparse_mla.serving.tensors import Tensors
@@ -143,32 +144,37 @@ def attend(
 @functools.partial(jax.jit, static_argnames=("config", "ratio"))
 def project(config: V4Config, ratio: int, weights: V4Weights, norms: LatentNorms, x, positions) -> V4Rows:
     """What attention reads of a layer's input `[T, hidden]`."""
-    spec, kind, eps = config.spec, config.spec.kind(ratio), config.norm_eps
-    inv_freq = jnp.asarray(config.rope(ratio).inv_freq())
+    spec, kind = config.spec, config.spec.kind(ratio)
+    inv_freq, dim = jnp.asarray(config.rope(ratio).inv_freq()), spec.qk_dim
+    rope_dim = 2 * inv_freq.shape[0]
 
-    def heads(rows, count, dim):
-        return rows.reshape(-1, count, dim)
+    def parts(rows, *parts, weights=()):
+        return normed_and_rotated(rows, positions, inv_freq, *weights, parts=parts, eps=config.norm_eps)
 
-    def rotated(rows):
-        return rope_interleaved(rows, positions[:, None], inv_freq)
-
-    q_a, kv, *compressed = split(linear(x, weights.in_proj), *_input_widths(config, ratio))
-    q = linear(rms_norm(q_a, norms.q_norm, eps), weights.q_b)
-    q, index_q = split(q, spec.num_heads * spec.qk_dim, q.shape[1] - spec.num_heads * spec.qk_dim)
-    q = heads(q, spec.num_heads, spec.qk_dim)
-    kv = rotated(rms_norm(kv, norms.kv_norm, eps)[:, None])[:, 0]
+    rows = linear(x, weights.in_proj)
+    _, _, *compressed = split(rows, *_input_widths(config, ratio))
+    q_a, kv = parts(
+        rows,
+        Part(0, 1, config.q_rank, 0, True),
+        Part(config.q_rank, 1, dim, rope_dim, True),
+        weights=(norms.q_norm, norms.kv_norm),
+    )
+    heads = [Part(0, spec.num_heads, dim, rope_dim, True)]
+    if kind.selects == "own":
+        heads.append(Part(spec.num_heads * dim, spec.index_heads, spec.index_dim, rope_dim, False))
+    q, *index_q = parts(linear(q_a[:, 0], weights.q_b), *heads)
     index = None
     if kind.selects == "own":
         index_kv, index_score, index_weights = compressed[2:]
         index = IndexRows(
-            q=rotated(heads(index_q, spec.index_heads, spec.index_dim)),
+            q=index_q[0],
             weights=index_weights.astype(jnp.float32) * (spec.index_dim * spec.index_heads) ** -0.5,
             kv=index_kv,
             score=index_score,
         )
     return V4Rows(
-        q=rotated(normalised(q, eps).astype(q.dtype)),
-        kv=kv,
+        q=q,
+        kv=kv[:, 0],
         compressed_kv=compressed[0] if kind.owns_kv else None,
         compressed_score=compressed[1] if kind.owns_kv else None,
         index=index,
@@ -183,7 +189,10 @@ def project_out(config: V4Config, ratio: int, weights: V4Weights, out, positions
     out = rope_interleaved(out, positions[:, None], inv_freq, inverse=True)
     grouped = out.reshape(out.shape[0], config.o_groups, -1)
     grouped = jnp.einsum("tgd,god->tgo", grouped, weights.o_a)
-    return summed(matmul(grouped.reshape(out.shape[0], -1), weights.o_b), config.axis_name).astype(out.dtype)
+    grouped = grouped.reshape(out.shape[0], -1)
+    if config.axis_name is None:
+        return linear(grouped, weights.o_b)
+    return summed(matmul(grouped, weights.o_b), config.axis_name).astype(out.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -17,7 +17,6 @@ from jax_sparse_mla.launch.triton_call import launching
 from jax_sparse_mla.serving.config import HyperConnections
 from jax_sparse_mla.serving.layers import matmul, normalised, rms_norm, split
 
-
 _MOST_LINES = 32  # of fn, with one more for a sum of squares; the kernels have room for so many
 
 

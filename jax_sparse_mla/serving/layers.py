@@ -6,6 +6,9 @@ in the rows' dtype elsewhere.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,31 +25,33 @@ from jax_sparse_mla.serving.quantised import (
 FEW_ROWS = 64  # whose product takes as long as reading the weight
 
 
-def matmul(x: jax.Array, weight: Weight) -> jax.Array:
-    """float32 `x @ weight.T`: x `[T, in]`, weight `[out, in]` → `[T, out]`. Float32 rows are not rounded to TF32.
+def matmul(x: jax.Array, weight: Weight, dtype: Any = jnp.float32) -> jax.Array:
+    """`x @ weight.T`, summed in float32: x `[T, in]`, weight `[out, in]` → `[T, out]` of a dtype. Float32 rows are not
+    rounded to TF32.
 
     Of a quantised weight few rows read the bytes; for many it is multiplied out, which is little beside the product.
     """
     if isinstance(weight, JoinedRows):
-        return jnp.concatenate([matmul(x, part) for part in weight.parts], axis=-1)
-    if x.shape[0] <= FEW_ROWS and kernel_serves(x, weight):
-        return stored_product(_matmul, x, weight, dtype="float32")
-    return _matmul(x, weight)
+        return jnp.concatenate([matmul(x, part, dtype) for part in weight.parts], axis=-1)
+    plain, dtype = functools.partial(_matmul, dtype=dtype), jnp.dtype(dtype)
+    if x.shape[0] <= FEW_ROWS and dtype in (jnp.float32, jnp.bfloat16) and kernel_serves(x, weight):
+        return stored_product(plain, x, weight, dtype=dtype.name)
+    return plain(x, weight)
 
 
-def _matmul(x: jax.Array, weight: jax.Array | Quantised) -> jax.Array:
+def _matmul(x: jax.Array, weight: jax.Array | Quantised, dtype: Any) -> jax.Array:
     return lax.dot_general(
         x,
         multiplied_out(weight),
         (((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
-    )
+    ).astype(dtype)
 
 
 def linear(x: jax.Array, weight: Weight) -> jax.Array:
     """`x @ weight.T` in x's dtype, summed in float32."""
-    return matmul(x, weight).astype(x.dtype)
+    return matmul(x, weight, x.dtype)
 
 
 def summed(x: jax.Array, axis_name: str | None) -> jax.Array:

@@ -58,24 +58,33 @@ class SamplingArrays:
     seed: jax.Array
 
 
-def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The most likely tokens of logits float32 `[B, vocab]`, the lower one of equals, and how clear the choice is.
 
     Returns:
-      tokens int32 `[B]`, and margins float32 `[B]`: the distance of the best logit from the second best, as a share of
-      the best one's size.
+      tokens int32 `[B]`; margins float32 `[B]`: the distance of the best logit from the second best, as a share of the
+      best one's size; and finite bool `[B]`: whether all logits are. What is not finite has any token and margin.
     """
-    tokens = jnp.argmax(logits, -1).astype(jnp.int32)
-    best = jnp.max(logits, -1)
-    # Two reductions cost less than a top-k of the whole vocabulary.
-    others = jnp.where(jnp.arange(logits.shape[-1]) == tokens[:, None], -jnp.inf, logits)
-    margins = (best - jnp.max(others, -1)) / jnp.maximum(jnp.abs(best), jnp.finfo(jnp.float32).tiny)
-    return tokens, margins
+    low = jnp.full_like(logits, -jnp.inf)
+    numbers = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    parts = logits, numbers, low, jnp.isfinite(logits)
+    # One pass: XLA makes two launches of it, and two more of each further reduction.
+    none = jnp.float32(-jnp.inf), jnp.int32(logits.shape[1]), jnp.float32(-jnp.inf), jnp.bool(True)
+    best, tokens, second, finite = lax.reduce(parts, none, _better, (1,))
+    return tokens, (best - second) / jnp.maximum(jnp.abs(best), jnp.finfo(jnp.float32).tiny), finite
+
+
+def _better(a: tuple, b: tuple) -> tuple:
+    """The best logit of two parts of a row, its number, the second best, and whether all are finite."""
+    (x, i, below_x, x_finite), (y, j, below_y, y_finite) = a, b
+    first = (x > y) | ((x == y) & (i < j))
+    second = jnp.maximum(jnp.minimum(x, y), jnp.maximum(below_x, below_y))
+    return jnp.where(first, x, y), jnp.where(first, i, j), second, x_finite & y_finite
 
 
 def sample(
     logits: jax.Array, positions: jax.Array, params: SamplingArrays, *, cut: bool = True
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens drawn for each request, or its most likely one where the temperature is 0.
 
     The draw is `jax.random.fold_in(key(seed), position)`'s: it depends on no other request, and drafts that are
@@ -87,9 +96,9 @@ def sample(
       cut: whether any top_p may be less than 1. Static; the tokens of requests that have 1 do not depend on it.
 
     Returns:
-      As `greedy`; the margins are those of the logits, whatever was drawn.
+      As `greedy`; margins and what is finite are those of the logits, whatever was drawn.
     """
-    best, margins = greedy(logits)
+    best, margins, finite = greedy(logits)
     scaled = logits / jnp.maximum(params.temperature, 1e-6)[:, None]
     keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(params.seed, positions)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
@@ -97,7 +106,7 @@ def sample(
     if cut:
         perturbed = jnp.where(scaled >= _lowest_kept(scaled, params.top_p[:, None]), perturbed, -jnp.inf)
     drawn = jnp.argmax(perturbed, -1).astype(jnp.int32)
-    return jnp.where(params.temperature > 0, drawn, best), margins
+    return jnp.where(params.temperature > 0, drawn, best), margins, finite
 
 
 def _lowest_kept(logits: jax.Array, top_p: jax.Array) -> jax.Array:

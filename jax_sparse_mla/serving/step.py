@@ -412,16 +412,18 @@ def _choose(program: Program, logits, positions, requests, outputs=None):
 
     outputs: with a hook, int32 `[B, vocab]`, how often a token stands in what each row continues.
     """
-    finite, own, logprobs = jnp.isfinite(logits).all(-1), logits, None
+    own, logprobs = logits, None
     if program.choice is Choice.GREEDY:
-        tokens, margins = greedy(logits)
+        tokens, margins, finite = greedy(logits)
     else:
         temperature, top_p = (lax.bitcast_convert_type(bits, jnp.float32) for bits in requests[4:6])
         params = SamplingArrays(temperature=temperature, top_p=top_p, seed=requests[3])
         if program.hook is not None:
             given = lax.bitcast_convert_type(requests[7:], jnp.float32).T
             logits = program.hook(logits, Adjusting(parameters=given, counts=outputs, temperature=temperature))
-        tokens, margins = sample(logits, positions, params, cut=program.choice >= Choice.TOP_P)
+        tokens, margins, finite = sample(logits, positions, params, cut=program.choice >= Choice.TOP_P)
+        if program.hook is not None:  # which may forbid tokens by −inf
+            finite = jnp.isfinite(own).all(-1)
     if program.choice is Choice.ALL:
         value, top, values = log_probs(own, tokens, MOST_LOGPROBS)
         bits = [lax.bitcast_convert_type(x, jnp.int32) for x in (value[:, None], values)]
