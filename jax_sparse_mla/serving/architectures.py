@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from jax_sparse_mla.serving import deepseek_v4, deepseek_v32, glm53
 from jax_sparse_mla.serving.config import BlockDrafter, Config, Glm53Config, V4Config, V32Config
+from jax_sparse_mla.serving.hyper_connections import with_affine
 from jax_sparse_mla.serving.params import (
     BlockDraftParams,
     DraftParams,
@@ -51,9 +52,11 @@ def _read_head(config: Config, tensors: Tensors, name: str) -> HeadParams:
     n = config.streams.streams
     return HeadParams(
         norm=norm,
-        fn=tensors.float32("hc_head.hc_fn", (n, n * config.hidden_size)),
-        base=tensors.float32("hc_head.hc_base", (n,)),
-        scale=tensors.float32("hc_head.hc_scale", (1,)),
+        fn=with_affine(
+            tensors.float32("hc_head.hc_fn", (n, n * config.hidden_size)),
+            tensors.float32("hc_head.hc_base", (n,)),
+            tensors.float32("hc_head.hc_scale", (1,)),
+        ),
     )
 
 
@@ -100,23 +103,21 @@ def _read_layer(config: Config, i: int, tensors: Tensors) -> LayerParams:
         mlp_weights = mlp.swiglu(config.dense_width, hidden)
     else:
         mlp_weights = mlp.moe(config.moe, hidden, config.vocab_size if mlp_kind == "hash" else None)
-    attn_fn = ffn_fn = base = scale = None
+    attn_fn = ffn_fn = None
     if config.streams is not None:
         n = config.streams.streams
 
-        def of_both(name, *shape):
-            return [tensors.float32(f"{block}_hc.{name}", shape) for block in ("attn", "ffn")]
-
-        attn_fn, ffn_fn = of_both("fn", (2 + n) * n, n * hidden)
-        base, scale = jnp.stack(of_both("base", (2 + n) * n)), jnp.stack(of_both("scale", 3))
+        shapes = {"fn": ((2 + n) * n, n * hidden), "base": ((2 + n) * n,), "scale": (3,)}
+        attn_fn, ffn_fn = (
+            with_affine(*(tensors.float32(f"{block}_hc.{name}", shape) for name, shape in shapes.items()))
+            for block in ("attn", "ffn")
+        )
     has_bias = mlp_kind == "moe"
     norms = NormParams(
         attn_norm=_read_norm(config, tensors, "input_layernorm.weight"),
         ffn_norm=_read_norm(config, tensors, "post_attention_layernorm.weight"),
         router_bias=mlp.float32("gate.e_score_correction_bias", experts) if has_bias else jnp.zeros(experts),
         latent=latent,
-        base=base,
-        scale=scale,
     )
     return LayerParams(
         kind=kind,

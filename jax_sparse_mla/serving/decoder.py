@@ -25,7 +25,7 @@ from jax_sparse_mla.layers import V4Step
 from jax_sparse_mla.metadata import ForwardBatch, RequestTables, V32Metadata
 from jax_sparse_mla.serving import hyper_connections
 from jax_sparse_mla.serving.config import Config
-from jax_sparse_mla.serving.hyper_connections import Entrance, Mixing, join
+from jax_sparse_mla.serving.hyper_connections import Mixing, join
 from jax_sparse_mla.serving.kda import KDAStep
 from jax_sparse_mla.serving.layers import matmul, rms_norm
 from jax_sparse_mla.serving.moe import feed_forward
@@ -157,16 +157,16 @@ def _block_input(
     if config.streams is None:
         streams = streams if before is None else streams + before[0]
         return streams, rms_norm(streams, norm, config.norm_eps), None
-    entrance = Entrance((weights.attn_fn, weights.ffn_fn)[block], norms.base[block], norms.scale[block], norm)
-    return hyper_connections.block_input(streams, entrance, before, config=config.streams, norm_eps=config.norm_eps)
+    fn, options = (weights.attn_fn, weights.ffn_fn)[block], {"config": config.streams, "norm_eps": config.norm_eps}
+    return hyper_connections.block_input(streams, fn, norm, before, **options)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def last_rows(config: Config, head: HeadParams, streams: jax.Array) -> jax.Array:
     """`[T, hidden]`, from which logits are made: V4's head joins the streams, GLM-5.3 takes their mean."""
     if head.fn is not None:
-        entrance = Entrance(head.fn, head.base, head.scale, head.norm)
-        return hyper_connections.block_input(streams, entrance, config=config.streams, norm_eps=config.norm_eps)[1]
+        options = {"config": config.streams, "norm_eps": config.norm_eps}
+        return hyper_connections.block_input(streams, head.fn, head.norm, **options)[1]
     if config.streams is not None:
         streams = jnp.mean(streams.astype(jnp.float32), axis=1).astype(streams.dtype)
     return rms_norm(streams, head.norm, config.norm_eps)

@@ -17,7 +17,7 @@ from jax_sparse_mla.launch.triton_call import launching
 from jax_sparse_mla.serving.config import HyperConnections
 from jax_sparse_mla.serving.layers import matmul, normalised, rms_norm, split
 
-_MOST_LINES = 32  # of fn, with one more for a sum of squares; the kernels have room for so many
+_MOST_LINES = 32  # of `with_affine`; the kernels have room for so many
 
 
 class Mixing(NamedTuple):
@@ -27,19 +27,20 @@ class Mixing(NamedTuple):
     comb: jax.Array
 
 
-class Entrance(NamedTuple):
-    """The weights of a block's input: fn float32 `[(2 + n) * n, n * hidden]`, base float32 `[(2 + n) * n]`, scale
-    float32 `[3]`, and norm `[hidden]` of its RMSNorm. A head, which nothing joins, has n lines and one scale."""
+def with_affine(fn: jax.Array, base: jax.Array, scale: jax.Array) -> jax.Array:
+    """The weights of a block's input: fn float32 `[(2 + n) * n, n * hidden]`, and one line more that begins with base
+    `[(2 + n) * n]` and scale `[3]`. Of a head, which nothing joins, fn has n lines, base n numbers and scale one.
 
-    fn: jax.Array
-    base: jax.Array
-    scale: jax.Array
-    norm: jax.Array
+    In an array of their own they would take the host some microseconds a step.
+    """
+    rest = jnp.zeros(fn.shape[1] - base.shape[0] - scale.shape[0], fn.dtype)
+    return jnp.concatenate([fn, jnp.concatenate([base, scale, rest])[None]])
 
 
 def block_input(
     streams: jax.Array,
-    entrance: Entrance,
+    fn: jax.Array,
+    norm: jax.Array,
     before: tuple[jax.Array, Mixing] | None = None,
     *,
     config: HyperConnections,
@@ -49,25 +50,26 @@ def block_input(
 
     Args:
       streams: `[T, n, hidden]`.
+      fn: as `with_affine` makes it.
+      norm: `[hidden]`, of the block's RMSNorm.
       before: the output `[T, hidden]` of the block before and its mixing, which the streams do not have yet.
 
     Returns:
       The streams with it; the block's input `[T, hidden]` after its norm; and how the output joins, None for a head.
     """
 
-    def plain(streams, entrance, before):
-        return _block_input(streams, entrance, before, config, norm_eps)
+    def plain(streams, fn, norm, before):
+        return _block_input(streams, fn, norm, before, config, norm_eps)
 
-    def kernel(streams, entrance, before):
-        launch = launching("serving.hyper_connections_triton.block_input", norm_eps=norm_eps, **static)
-        results = launch(streams, entrance, *([] if before is None else before))
+    def kernel(streams, fn, norm, before):
+        static = {"norm_eps": norm_eps, "eps": config.eps, "iterations": config.iterations}
+        results = launching("serving.hyper_connections_triton.block_input", **static)(streams, fn, norm, before)
         joined, x, *mixing = (streams, *results) if before is None else results
         return joined, x, Mixing(*mixing) if mixing else None
 
-    static = {"eps": config.eps, "iterations": config.iterations}
-    if not _kernel_serves(streams, entrance.fn):
-        return plain(streams, entrance, before)
-    return KernelCall(kernel, plain, name="block_input")(streams, entrance, before)
+    if not _kernel_serves(streams) or fn.shape[0] > _MOST_LINES:
+        return plain(streams, fn, norm, before)
+    return KernelCall(kernel, plain, name="block_input")(streams, fn, norm, before)
 
 
 def join(streams: jax.Array, out: jax.Array, mixing: Mixing) -> jax.Array:
@@ -78,20 +80,20 @@ def join(streams: jax.Array, out: jax.Array, mixing: Mixing) -> jax.Array:
     return KernelCall(kernel, expand_streams, name="join")(streams, out, mixing)
 
 
-def _kernel_serves(streams: jax.Array, fn: jax.Array | None = None) -> bool:
+def _kernel_serves(streams: jax.Array) -> bool:
     rows, n, _ = streams.shape
-    fits = streams.dtype == jnp.bfloat16 and rows > 0 and not n & (n - 1)
-    return fits and (fn is None or fn.shape[0] < _MOST_LINES) and use_triton()
+    return streams.dtype == jnp.bfloat16 and rows > 0 and not n & (n - 1) and use_triton()
 
 
-def _block_input(streams, entrance: Entrance, before, config: HyperConnections, norm_eps: float):
+def _block_input(streams, fn, norm, before, config: HyperConnections, norm_eps: float):
     if before is not None:
         streams = expand_streams(streams, *before)
-    *weights, norm = entrance
-    if entrance.fn.shape[0] == config.streams:
-        x, mixing = head_of_streams(streams, *weights, eps=config.eps, norm_eps=norm_eps), None
+    lines = fn.shape[0] - 1
+    weights, base, scale = fn[:lines], fn[lines, :lines], fn[lines, lines : lines + 3]
+    if lines == config.streams:
+        x, mixing = head_of_streams(streams, weights, base, scale[0], eps=config.eps, norm_eps=norm_eps), None
     else:
-        x, *mixing = collapse_streams(streams, *weights, config=config, norm_eps=norm_eps)
+        x, *mixing = collapse_streams(streams, weights, base, scale, config=config, norm_eps=norm_eps)
     return streams, rms_norm(x, norm, norm_eps), mixing and Mixing(*mixing)
 
 
@@ -142,7 +144,7 @@ def expand_streams(streams: jax.Array, out: jax.Array, mixing: Mixing) -> jax.Ar
 def head_of_streams(
     streams: jax.Array, fn: jax.Array, base: jax.Array, scale: jax.Array, *, eps: float, norm_eps: float
 ) -> jax.Array:
-    """`[T, hidden]` of the last streams `[T, n, hidden]`: fn float32 `[n, n * hidden]`, base `[n]`, scale `[1]`."""
+    """`[T, hidden]` of the last streams `[T, n, hidden]`: fn float32 `[n, n * hidden]`, base `[n]`, scale a number."""
     weights = matmul(normalised(streams.reshape(streams.shape[0], -1), norm_eps), fn)
     pre = jax.nn.sigmoid(weights * scale + base) + eps
     return jnp.sum(pre[:, :, None] * streams, axis=1).astype(streams.dtype)

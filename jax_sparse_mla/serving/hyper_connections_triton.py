@@ -29,7 +29,7 @@ def mix_kernel(
     out_ptr,  # bfloat16 [rows, hidden], the output of the block before; None: the streams are not changed
     post_ptr,  # float32 [rows, N]
     comb_ptr,  # float32 [rows, N, N]
-    fn_ptr,  # float32 [M, N * hidden], or None: nothing is multiplied
+    fn_ptr,  # float32 [M + 1, N * hidden], or None: nothing is multiplied
     rows,
     hidden,
     joined_ptr,  # bfloat16 [rows, N, hidden], the streams after that block, or None
@@ -82,8 +82,7 @@ def mix_kernel(
 def input_kernel(
     streams_ptr,  # bfloat16 [rows, N, hidden]
     sums_ptr,  # float32 [rows, splits, WIDE]
-    base_ptr,  # float32 [M]
-    scale_ptr,  # float32 [3], or [1]
+    fn_ptr,  # float32 [M + 1, N * hidden], whose last line begins with base [M] and scale [3] or [1]
     norm_ptr,  # float32 or bfloat16 [hidden]
     hidden,
     splits,
@@ -102,6 +101,7 @@ def input_kernel(
     """A row's input, by the programs of axis 1 that are 0; by those that are 1, post and comb."""
     row = tl.program_id(0).to(tl.int64)
     s, i, j = tl.arange(0, SPLITS), tl.arange(0, N), tl.arange(0, N)
+    affine_ptr = fn_ptr + M * N * hidden
     sums_ptr += row * splits * WIDE
     square = tl.sum(tl.load(sums_ptr + s * WIDE + M, mask=s < splits, other=0.0), 0)
     inverse = tl.rsqrt(square / (N * hidden) + norm_eps)
@@ -110,7 +110,7 @@ def input_kernel(
         x = tl.zeros([BLOCK], tl.float32)
         for stream in tl.static_range(N):
             weight = tl.sum(tl.load(sums_ptr + s * WIDE + stream, mask=s < splits, other=0.0), 0) * inverse
-            weight = weight * tl.load(scale_ptr) + tl.load(base_ptr + stream)
+            weight = weight * tl.load(affine_ptr + M) + tl.load(affine_ptr + stream)
             pre = 1 / (1 + tl.exp(-weight)) + eps
             x += pre * tl.load(streams_ptr + (row * N + stream) * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)
         x = x.to(tl.bfloat16).to(tl.float32)
@@ -123,11 +123,11 @@ def input_kernel(
         if post_ptr is not None:
             some = (s < splits)[:, None]
             post = tl.sum(tl.load(sums_ptr + s[:, None] * WIDE + N + j[None, :], mask=some, other=0.0), 0) * inverse
-            post = post * tl.load(scale_ptr + 1) + tl.load(base_ptr + N + j)
+            post = post * tl.load(affine_ptr + M + 1) + tl.load(affine_ptr + N + j)
             tl.store(post_ptr + row * N + j, 2 / (1 + tl.exp(-post)))
             place = 2 * N + i[:, None] * N + j[None, :]
             comb = tl.load(sums_ptr + s[:, None, None] * WIDE + place[None], mask=some[:, :, None], other=0.0)
-            comb = tl.sum(comb, 0) * inverse * tl.load(scale_ptr + 2) + tl.load(base_ptr + place)
+            comb = tl.sum(comb, 0) * inverse * tl.load(affine_ptr + M + 2) + tl.load(affine_ptr + place)
             tl.store(comb_ptr + row * N * N + i[:, None] * N + j[None, :], _doubly_stochastic(comb, eps, ITERATIONS))
 
 
@@ -149,14 +149,14 @@ def join(execute: Executor, streams, out, post, comb) -> Any:
 
 
 def block_input(
-    execute: Executor, streams, fn, base, scale, norm, *joined, norm_eps: float, eps: float, iterations: int
+    execute: Executor, streams, fn, norm, *joined, norm_eps: float, eps: float, iterations: int
 ) -> tuple[Any, ...]:
-    """A block's input after its norm `[rows, hidden]`; where fn has more than n lines, also post and comb, as
+    """A block's input after its norm `[rows, hidden]`; where fn is no head's, also post and comb, as
     `hyper_connections.collapse_streams` has them. With `joined`, which are out, post and comb of the block before, the
     streams after that block come first."""
     rows, n, hidden = streams.shape
     after, sums = _mix(execute, streams, joined or (None, None, None), fn)
-    streams, mixes, m = streams if after is None else after, fn.shape[0] > n, fn.shape[0]
+    streams, mixes, m = streams if after is None else after, fn.shape[0] > n + 1, fn.shape[0] - 1
     outputs = [Output((rows, hidden), "bfloat16"), None, None]
     if mixes:
         outputs[1:] = Output((rows, n), "float32"), Output((rows, n, n), "float32")
@@ -165,14 +165,14 @@ def block_input(
     constants |= {"BLOCK": triton.next_power_of_2(hidden), "num_warps": 8}
     scalars = hidden, splits, norm_eps, eps
     launch = Launch(input_kernel, "hyper_connections_input", (rows, 1 + mixes), scalars, outputs, constants)
-    results = execute(launch, (streams, sums, base, scale, norm))
+    results = execute(launch, (streams, sums, fn, norm))
     return *([] if after is None else [after]), *results[: 3 if mixes else 1]
 
 
 def _mix(execute: Executor, streams, joined, fn) -> tuple[Any, Any]:
     """The streams after the block before, and the sums; each None where it is not wanted."""
     rows, n, hidden = streams.shape
-    splits, m = triton.cdiv(hidden, BLOCK_H), 0 if fn is None else fn.shape[0]
+    splits, m = triton.cdiv(hidden, BLOCK_H), 0 if fn is None else fn.shape[0] - 1
     outputs = [
         None if joined[0] is None else Output(streams.shape, "bfloat16"),
         None if fn is None else Output((rows, splits, WIDE), "float32"),

@@ -44,9 +44,9 @@ class NormParams:
     ffn_norm: jax.Array  # before the MLP, likewise
     router_bias: jax.Array  # float32 `[experts]`; zeros in a layer without a router or with a table of experts
     latent: LatentNorms | None = None  # None for GLM-5.3, whose layers have no common form
-    # Float32 `[2, (2 + n) * n]` and `[2, 3]`, of the hyper-connections before attention and MLP; None without them.
-    base: jax.Array | None = None
-    scale: jax.Array | None = None
+    affines: jax.Array | None = (
+        None  # float32 `[2, 32]`, `hyper_connections.affine` before attention and before the MLP
+    )
 
 
 @pytree_dataclass
@@ -81,8 +81,8 @@ class Packed:
 @pytree_dataclass
 class LayerWeights:
     """A layer's weights, `[out, in]`: those of its attention and of its MLP, which is wide or has experts; its
-    `NormParams`; float32 attn_fn and ffn_fn of the hyper-connections before the two (`collapse_streams`), None without
-    them."""
+    `NormParams`; `hyper_connections.with_affine` before the two, None without
+    streams."""
 
     attention: Any
     mlp: MoEParams | DenseParams
@@ -107,13 +107,11 @@ class LayerParams:
 
 @pytree_dataclass
 class HeadParams:
-    """From the last rows to those that logits are made of: the final norm `[hidden]`; for V4 fn float32
-    `[n, n * hidden]`, base `[n]` and scale `[1]`, which join the residual streams."""
+    """From the last rows to those that logits are made of: the final norm `[hidden]`; for V4 the
+    head's `hyper_connections.with_affine`, which joins the residual streams."""
 
     norm: jax.Array
     fn: jax.Array | None = None
-    base: jax.Array | None = None
-    scale: jax.Array | None = None
 
 
 @pytree_dataclass

@@ -13,7 +13,7 @@ from triton_device import tensor
 
 from jax_sparse_mla.serving import hyper_connections, hyper_connections_triton
 from jax_sparse_mla.serving.config import HyperConnections
-from jax_sparse_mla.serving.hyper_connections import Entrance, Mixing
+from jax_sparse_mla.serving.hyper_connections import Mixing, with_affine
 
 CONFIG, NORM_EPS = HyperConnections(streams=4, iterations=20, eps=1e-6), 1e-5
 
@@ -23,15 +23,15 @@ def given(rows, hidden, head=False, norm=jnp.float32, scale=1.0):
     keys = iter(jax.random.split(jax.random.key(rows + hidden), 8))
     n, lines = 4, 4 if head else 24
     streams = jax.random.normal(next(keys), (rows, n, hidden)) * jnp.exp2(jnp.arange(n) - 2)[:, None]
-    entrance = Entrance(
-        fn=scale * jax.random.normal(next(keys), (lines, n * hidden)) / hidden**0.5,
-        base=jax.random.normal(next(keys), (lines,)),
-        scale=jax.random.normal(next(keys), (1 if head else 3,)),
-        norm=jax.random.normal(next(keys), (hidden,)).astype(norm),
+    fn = with_affine(
+        scale * jax.random.normal(next(keys), (lines, n * hidden)) / hidden**0.5,
+        jax.random.normal(next(keys), (lines,)),
+        jax.random.normal(next(keys), (1 if head else 3,)),
     )
+    norm = jax.random.normal(next(keys), (hidden,)).astype(norm)
     mixing = Mixing(jax.random.uniform(next(keys), (rows, n)), jax.random.uniform(next(keys), (rows, n, n)))
     out = jax.random.normal(next(keys), (rows, hidden), jnp.bfloat16)
-    return streams.astype(jnp.bfloat16), entrance, (out, mixing)
+    return streams.astype(jnp.bfloat16), fn, norm, (out, mixing)
 
 
 def compare(found, expected, name):
@@ -55,10 +55,10 @@ def compare(found, expected, name):
 )
 def test_block_input(rows, hidden, head, joined, norm):
     """Rows and channels that fill no block, with the block before and without it, and the head."""
-    streams, entrance, before = given(rows, hidden, head, norm, scale=3.0)
+    streams, fn, norm, before = given(rows, hidden, head, norm, scale=3.0)
     static = {"config": CONFIG, "norm_eps": NORM_EPS}
-    expected = hyper_connections.block_input(streams, entrance, before if joined else None, **static)
-    arrays = [tensor(x) for x in jax.tree.leaves((streams, entrance, before if joined else None))]
+    expected = hyper_connections.block_input(streams, fn, norm, before if joined else None, **static)
+    arrays = [tensor(x) for x in jax.tree.leaves((streams, fn, norm, before if joined else None))]
     constants = {"norm_eps": NORM_EPS, "eps": CONFIG.eps, "iterations": CONFIG.iterations}
     found = hyper_connections_triton.block_input(executor(arrays[0].device), *arrays, **constants)
     names = ["streams"] * joined + ["x"] + ["post", "comb"] * (not head)
@@ -71,7 +71,7 @@ def test_block_input(rows, hidden, head, joined, norm):
 
 @pytest.mark.torch
 def test_join():
-    streams, _, (out, mixing) = given(5, 300)
+    streams, _, _, (out, mixing) = given(5, 300)
     arrays = [tensor(x) for x in jax.tree.leaves((streams, out, mixing))]
     found = hyper_connections_triton.join(executor(arrays[0].device), *arrays)
     compare(found.float().cpu(), hyper_connections.expand_streams(streams, out, mixing), "streams")
@@ -81,19 +81,19 @@ def test_join():
 @pytest.mark.parametrize("rows, joined", [(1, True), (77, False), (1000, True)])
 def test_jax_runs_the_kernels(rows, joined, monkeypatch):
     """Rows of 4,096 channels; a row has the same bits in another place and among others."""
-    streams, entrance, before = given(rows, 4096)
+    streams, fn, norm, before = given(rows, 4096)
     before = before if joined else None
 
-    def run(streams, entrance, before):
-        return hyper_connections.block_input(streams, entrance, before, config=CONFIG, norm_eps=NORM_EPS)
+    def run(streams, fn, norm, before):
+        return hyper_connections.block_input(streams, fn, norm, before, config=CONFIG, norm_eps=NORM_EPS)
 
-    program = jax.jit(run).lower(streams, entrance, before)
+    program = jax.jit(run).lower(streams, fn, norm, before)
     assert "mix_kernel" in program.as_text() and "input_kernel" in program.as_text()
-    found = program.compile()(streams, entrance, before)
-    last = jax.jit(run)(streams[-1:], entrance, jax.tree.map(lambda x: x[-1:], before))
+    found = program.compile()(streams, fn, norm, before)
+    last = jax.jit(run)(streams[-1:], fn, norm, jax.tree.map(lambda x: x[-1:], before))
     for whole, alone in zip(jax.tree.leaves(found), jax.tree.leaves(last), strict=True):
         np.testing.assert_array_equal(whole[-1:], alone)
     monkeypatch.setenv("JAX_SPARSE_MLA_BACKEND", "reference")
-    expected = jax.jit(lambda *x: run(*x))(streams, entrance, before)
+    expected = jax.jit(lambda *x: run(*x))(streams, fn, norm, before)
     for name, mine, theirs in zip(("streams", "x", "post", "comb"), jax.tree.leaves(found), jax.tree.leaves(expected)):
         compare(mine, theirs, name)

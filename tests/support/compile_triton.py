@@ -371,7 +371,7 @@ def kv_cases(capability):
         yield "merge sink" if has_sink else "merge", merge.merge_kernel, pointers, constants
     for norm, joined in (("float32", False), ("bfloat16", True)):
         record, streams = Recorder(capability), Array((3, 4, 4096), "bfloat16")
-        weights = Array((24, 16_384)), Array((24,)), Array((3,)), Array((4096,), norm)
+        weights = Array((25, 16_384)), Array((4096,), norm)
         before = Array((3, 4096), "bfloat16"), Array((3, 4)), Array((3, 4, 4))
         static = {"norm_eps": 1e-6, "eps": 1e-6, "iterations": 20}
         hyper_connections_triton.block_input(record, streams, *weights, *before[: 3 * joined], **static)
