@@ -21,11 +21,21 @@ using namespace sm90;
 constexpr int kTile = 16;        // rows of a weight in a product
 constexpr int kColumns = 8;      // rows of x in a product
 constexpr int kStepBytes = 128;  // of a weight's row that a warp multiplies at once
-constexpr int kAhead = 2;        // steps that a warp has in flight, 2 KB each
+#ifndef FEWROWS_AHEAD
+#define FEWROWS_AHEAD 2
+#endif
+#ifndef FEWROWS_BLOCKS
+#define FEWROWS_BLOCKS 2
+#endif
+#ifndef FEWROWS_CONVERT
+#define FEWROWS_CONVERT 1
+#endif
+constexpr int kAhead = FEWROWS_AHEAD;  // steps that a warp has in flight, 2 KB each
+constexpr int kFewBlocks = FEWROWS_BLOCKS;  // of few warps, on a multiprocessor
 constexpr int kGroup = 128;      // k that share a scale of FP8
 constexpr int kPitch = 20;       // floats between columns of a warp's sums, so that lanes store to different banks
 constexpr int kMostNamed = 1024;  // rows that name an expert each
-constexpr int kMostTiles = 8;    // of a thread block
+constexpr int kMostTiles = 16;   // of a thread block
 
 // Which weight a row takes: there is one; each row names its expert; or rows are sorted, so many of each expert.
 // Warps of a thread block: two blocks share a multiprocessor, or there is room for one.
@@ -41,14 +51,17 @@ struct Call {
   void* out;               // bfloat16 or float32 [rows, n]
   int rows, experts, n, k;
   int scale_shift;  // 2^scale_shift rows share a scale
-  int tiles, split;  // tiles of a thread block; warps that share a tile, a power of two and 8 at most
+  int tiles, split;  // tiles of a thread block; warps that share a tile, a power of two
+  int columns;       // rows of x that a thread block multiplies at once, 8 times the kernel's `wide` at most
   Which kind;
   bool float_scales, float_out;
 };
 
-// Bytes of shared memory for columns that are so many times 8.
-__host__ __device__ constexpr int shared_bytes(int k, int tiles, int split, int wide) {
-  return k * wide * kColumns * 2 + tiles * split * wide * kColumns * kPitch * 4;
+// Units of 16 bytes between columns of x in shared memory: two columns' 64 bytes of an operand are in different banks.
+__host__ __device__ constexpr int column_pitch(int k) { return k / 8 + 4; }
+
+__host__ __device__ constexpr int shared_bytes(int k, int tiles, int split, int columns) {
+  return columns * column_pitch(k) * 16 + tiles * split * columns * kPitch * 4;
 }
 
 // Of a step: how many k, and how many 16-byte operands of x each lane has.
@@ -95,8 +108,8 @@ __device__ __forceinline__ Rows find_sorted(const Call& call, int number, int la
 
 // The rows that name the same expert as `row`, in `named`; none where another thread block has them, which is that of the
 // first of them.
-__device__ __forceinline__ Rows find_named(const Call& call, int row, int lane, bool writes, int* named) {
-  int expert = __ldg(call.which + row), count = 0;
+__device__ __forceinline__ Rows find_named(const Call& call, int row, int expert, int lane, bool writes, int* named) {
+  int count = 0;
 #pragma unroll 4
   for (int first = 0; first < call.rows; first += 32) {
     bool same = first + lane < call.rows && __ldg(call.which + first + lane) == expert;
@@ -116,17 +129,26 @@ __device__ __forceinline__ uint32_t twice(uint32_t bfloat16) { return bfloat16 *
 // mantissa move into those of bfloat16, where 0.5 is a subnormal number.
 __device__ __forceinline__ void convert_fp4(uint32_t (&pairs)[4], uint32_t word, uint32_t factor) {
   constexpr uint32_t kSigns = 0x80008000, kNumbers = 0x01C001C0;
+#if FEWROWS_CONVERT == 1  // a product moves sign and number at once, and not by the unit that is busiest
+  constexpr uint32_t kBoth = kSigns | kNumbers, kMoves = 1 << 12 | 1 << 6;
+  uint32_t high = word >> 8;
+  pairs[0] = multiply_pairs((word & 0x000F000F) * kMoves & kBoth, factor);
+  pairs[1] = multiply_pairs((word & 0x00F000F0) * (kMoves >> 4) & kBoth, factor);
+  pairs[2] = multiply_pairs((high & 0x000F000F) * kMoves & kBoth, factor);
+  pairs[3] = multiply_pairs((high & 0x00F000F0) * (kMoves >> 4) & kBoth, factor);
+  return;
+#endif
   pairs[0] = multiply_pairs((word << 12 & kSigns) | (word << 6 & kNumbers), factor);
   pairs[1] = multiply_pairs((word << 8 & kSigns) | (word << 2 & kNumbers), factor);
   pairs[2] = multiply_pairs((word << 4 & kSigns) | (word >> 2 & kNumbers), factor);
   pairs[3] = multiply_pairs((word & kSigns) | (word >> 6 & kNumbers), factor);
 }
 
-// A UE8M0 scale for numbers that are 2^-126 of themselves: a first factor, and a second one that is 1 for scales up to 2.
+// A UE8M0 scale for numbers that are 2^-126 of themselves: a factor for scales up to 2, or a first one that such a scale
+// has, and a second one that is 1 then.
 constexpr uint32_t kLargestAlone = 128;
-__device__ __forceinline__ uint32_t first_factor(uint32_t scale) {
-  return min(scale, kLargestAlone) * 0x00800080u + 126 * 0x00800080u;
-}
+__device__ __forceinline__ uint32_t factor_alone(uint32_t scale) { return scale * 0x00800080u + 126 * 0x00800080u; }
+__device__ __forceinline__ uint32_t first_factor(uint32_t scale) { return factor_alone(min(scale, kLargestAlone)); }
 __device__ __forceinline__ uint32_t second_factor(uint32_t scale) {
   return scale == 255 ? 0x7FC07FC0 : twice((max(scale, kLargestAlone) - 1) << 7);
 }
@@ -147,13 +169,13 @@ __device__ __forceinline__ float ue8m0(uint32_t scale) {
 
 // --- x ----------------------------------------------------------------------------------------------------------
 
-// Where x's numbers 8 chunk … 8 chunk + 7 of a column lie in shared memory, in units of 16 bytes: a step's operands one
-// after the other, each with the columns' four lanes beside each other.
-template <bool kFp4, int kWide>
-__device__ __forceinline__ int place_of(int chunk, int column) {
-  int step = chunk / 16, c = chunk % 16;  // half a step of FP4
+// Where x's numbers 8 chunk … 8 chunk + 7 lie in their column, in units of 16 bytes: a step's operands one after the other,
+// each with four lanes' beside each other.
+template <bool kFp4>
+__device__ __forceinline__ int place_of(int chunk) {
+  int c = chunk % 16;
   int lane = kFp4 ? c / 4 : c / 2 % 4, operand = kFp4 ? c % 4 : c / 8 * 2 + c % 2;
-  return ((step * 4 + operand) * (kWide * kColumns) + column) * 4 + lane;
+  return chunk / 16 * 16 + operand * 4 + lane;
 }
 
 // The order within eight numbers in which the pairs of weights come.
@@ -181,7 +203,7 @@ __device__ __forceinline__ void copy_rows(const Call& call, uint4* to, int colum
     for (int i = 0; i < kAhead; i++) {
       int at = first + i * kThreads;
       if (at >= columns * chunks) break;
-      to[place_of<kFp4, kWide>(at % chunks, at / chunks)] = in_order<kFp4>(x[i]);
+      to[at / chunks * column_pitch(call.k) + place_of<kFp4>(at % chunks)] = in_order<kFp4>(x[i]);
     }
   }
 }
@@ -189,11 +211,11 @@ __device__ __forceinline__ void copy_rows(const Call& call, uint4* to, int colum
 // --- weights ----------------------------------------------------------------------------------------------------
 
 // What a lane has of a step: of rows line and line + 8 of a tile, 16 bytes from 16 part and from 64 + 16 part on.
-// The other registers of scales are FP4's second 16 bytes', or FP8's float32: a load into the register of another one, be it
-// left out, would wait for that.
+// Scales are all eight of each row's step of FP4. Of FP8 the second register is float32's: a load into the register of
+// another one, be it left out, would wait for that.
 struct Weights {
   uint4 values[2][2];
-  uint32_t scales[2][2];
+  uint2 scales[2];
 };
 
 // Loads a warp's steps one after the other: its part of k for a tile, then the next tile's. A lane whose row is behind the
@@ -210,7 +232,7 @@ struct Loader {
     for (int i = 0; i < 2; i++) {
       int n = min(row + i * 8, call.n - 1);
       values[i] = call.values + (int64_t{expert} * call.n + n) * row_bytes(call) + begin * kStepBytes + part * 16;
-      scales[i] = scales_of(call, expert, n, begin) + (kFp4 ? part : 0);
+      scales[i] = scales_of(call, expert, n, begin);
     }
   }
 
@@ -226,9 +248,12 @@ struct Loader {
     for (int i = 0; i < 2; i++) {
       to.values[i][0] = load_once(values[i]);
       to.values[i][1] = load_once(values[i] + kStepBytes / 2);
-      if (kFp4 || !call.float_scales) to.scales[i][0] = __ldg(scales[i]);
-      if (kFp4) to.scales[i][1] = __ldg(scales[i] + 4);
-      if (!kFp4 && call.float_scales) to.scales[i][1] = __ldg(reinterpret_cast<const uint32_t*>(scales[i]));
+      if (kFp4)
+        to.scales[i] = __ldg(reinterpret_cast<const uint2*>(scales[i]));
+      else if (call.float_scales)
+        to.scales[i].y = __ldg(reinterpret_cast<const uint32_t*>(scales[i]));
+      else
+        to.scales[i].x = __ldg(scales[i]);
       values[i] += kStepBytes, scales[i] += kStepScales << (!kFp4 && call.float_scales ? 2 : 0);
     }
     if (++step < end) return;
@@ -249,32 +274,36 @@ struct Loader {
 
 __device__ __forceinline__ uint32_t word_of(const uint4& x, int i) { return (&x.x)[i]; }
 
-// An operand of x, of the columns from 8 `wide` on.
+// Where this lane's operands of x begin, in the column that it has of each eight.
 template <int kWide>
-__device__ __forceinline__ uint4 load_x(const uint4* x, int operand, int wide) {
-  return x[(operand * kWide + wide) * 32];
-}
+struct Operands {
+  const uint4* columns[kWide];
+
+  __device__ __forceinline__ uint4 load(int wide, int operand) const { return columns[wide][operand * 4]; }
+};
 
 template <int kWide>
 __device__ __forceinline__ void multiply_fp4(float (&sums)[kWide][4], const uint32_t (&low)[4], const uint32_t (&high)[4],
-                                             const uint4* x, int operand) {
+                                             const Operands<kWide>& x, int operand) {
   const uint32_t first[4] = {low[0], high[0], low[1], high[1]}, second[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll
   for (int wide = 0; wide < kWide; wide++) {
-    uint4 b = load_x<kWide>(x, operand, wide);
+    uint4 b = x.load(wide, operand);
     multiply_in_warp(sums[wide], first, b.x, b.y);
     multiply_in_warp(sums[wide], second, b.z, b.w);
   }
 }
 
+// `operand` is the step's first one.
 template <int kWide>
-__device__ __forceinline__ void multiply_step_fp4(float (&sums)[kWide][4], const Weights& weights, const uint4* x) {
+__device__ __forceinline__ void multiply_step_fp4(float (&sums)[kWide][4], const Weights& weights, int part,
+                                                  const Operands<kWide>& x, int operand) {
   uint32_t low[4], high[4];
-  auto& scales = weights.scales;
-  uint32_t largest = max(max(scales[0][0], scales[0][1]), max(scales[1][0], scales[1][1]));
-  if (__any_sync(~0u, largest > kLargestAlone)) {  // seldom, so it is short
+  auto& all = weights.scales;
+  uint32_t mine = 0x4440 | part;  // of four scales, that of this lane's 16 bytes
+  if (__any_sync(~0u, ((all[0].x | all[0].y | all[1].x | all[1].y) & 0x80808080) != 0)) {  // seldom, so it is short
     uint4 a = weights.values[0][0], b = weights.values[1][0];
-    uint32_t scale_a = scales[0][0], scale_b = scales[1][0];
+    uint32_t scale_a = permute(all[0].x, 0, mine), scale_b = permute(all[1].x, 0, mine);
 #pragma unroll 1
     for (int i = 0; i < 8; i++) {
       convert_fp4(low, a.x, first_factor(scale_a));
@@ -284,27 +313,32 @@ __device__ __forceinline__ void multiply_step_fp4(float (&sums)[kWide][4], const
         low[j] = multiply_pairs(low[j], second_factor(scale_a));
         high[j] = multiply_pairs(high[j], second_factor(scale_b));
       }
-      multiply_fp4(sums, low, high, x, i);
+      multiply_fp4(sums, low, high, x, operand + i);
       a = {a.y, a.z, a.w, 0}, b = {b.y, b.z, b.w, 0};
-      if (i == 3) a = weights.values[0][1], b = weights.values[1][1], scale_a = scales[0][1], scale_b = scales[1][1];
+      if (i == 3) {
+        a = weights.values[0][1], b = weights.values[1][1];
+        scale_a = permute(all[0].y, 0, mine), scale_b = permute(all[1].y, 0, mine);
+      }
     }
     return;
   }
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    uint32_t factors[2] = {first_factor(scales[0][half]), first_factor(scales[1][half])};
+    uint32_t factors[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) factors[i] = factor_alone(permute(half ? all[i].y : all[i].x, 0, mine));
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       convert_fp4(low, word_of(weights.values[0][half], i), factors[0]);
       convert_fp4(high, word_of(weights.values[1][half], i), factors[1]);
-      multiply_fp4(sums, low, high, x, half * 4 + i);
+      multiply_fp4(sums, low, high, x, operand + half * 4 + i);
     }
   }
 }
 
 template <int kWide>
 __device__ __forceinline__ void multiply_step_fp8(float (&sums)[kWide][4], uint32_t (&nan)[2], const Weights& weights,
-                                                  bool float_scales, const uint4* x) {
+                                                  bool float_scales, const Operands<kWide>& x, int operand) {
   float parts[kWide][4] = {}, scales[2];
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // of operands
@@ -321,14 +355,14 @@ __device__ __forceinline__ void multiply_step_fp8(float (&sums)[kWide][4], uint3
     }
 #pragma unroll
     for (int wide = 0; wide < kWide; wide++) {
-      uint4 b = load_x<kWide>(x, i, wide);
+      uint4 b = x.load(wide, operand + i);
       multiply_in_warp(parts[wide], a[0], b.x, b.y);
       multiply_in_warp(parts[wide], a[1], b.z, b.w);
     }
   }
 #pragma unroll
   for (int j = 0; j < 2; j++)
-    scales[j] = float_scales ? __int_as_float(static_cast<int>(weights.scales[j][1])) : ue8m0(weights.scales[j][0]);
+    scales[j] = float_scales ? __int_as_float(static_cast<int>(weights.scales[j].y)) : ue8m0(weights.scales[j].x);
 #pragma unroll
   for (int wide = 0; wide < kWide; wide++)
 #pragma unroll
@@ -337,10 +371,11 @@ __device__ __forceinline__ void multiply_step_fp8(float (&sums)[kWide][4], uint3
 
 // --- the kernel -------------------------------------------------------------------------------------------------
 
-// A warp's sums of a tile, [columns][kPitch], for the other warps; `to` is this lane's first. A row of the weight with a
-// NaN has no other sums.
+// A warp's sums of a tile, [columns][kPitch], for the other warps; `to` is this lane's first, of column `column`. A row of
+// the weight with a NaN has no other sums.
 template <bool kFp4, int kWide>
-__device__ __forceinline__ void store_sums(float* to, float (&sums)[kWide][4], uint32_t (&nan)[2]) {
+__device__ __forceinline__ void store_sums(float* to, int column, int columns, float (&sums)[kWide][4],
+                                           uint32_t (&nan)[2]) {
   if (!kFp4) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {  // the row's other lanes have others of its numbers
@@ -353,7 +388,8 @@ __device__ __forceinline__ void store_sums(float* to, float (&sums)[kWide][4], u
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       bool is_nan = !kFp4 && nan[i / 2] & 0x80808080;
-      to[(wide * kColumns + i % 2) * kPitch + i / 2 * 8] = is_nan ? __int_as_float(0x7FC00000) : sums[wide][i];
+      if (column + wide * kColumns + i % 2 < columns)
+        to[(wide * kColumns + i % 2) * kPitch + i / 2 * 8] = is_nan ? __int_as_float(0x7FC00000) : sums[wide][i];
       sums[wide][i] = 0;
     }
   nan[0] = nan[1] = 0;
@@ -361,21 +397,20 @@ __device__ __forceinline__ void store_sums(float* to, float (&sums)[kWide][4], u
 
 // Thread block (b, y) has tiles from b * tiles on, of the weight of the y-th expert that has rows, or of row y.
 template <bool kFp4, int kWide, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, kWarps == kFewWarps ? 2 : 1)
+__global__ void __launch_bounds__(kWarps * 32, kWarps == kFewWarps ? kFewBlocks : 1)
     expert_rows_kernel(const __grid_constant__ Call call) {
-  constexpr int kThreads = kWarps * 32, kMost = kWide * kColumns, kWarpSums = kMost * kPitch;
+  constexpr int kThreads = kWarps * 32;
   __shared__ int named[kMostNamed];
+  int most = call.columns, warp_sums = most * kPitch, pitch = column_pitch(call.k);
   uint4* x = reinterpret_cast<uint4*>(aligned_memory());
-  float* shared_sums = reinterpret_cast<float*>(x + call.k * kMost / 8);
+  float* shared_sums = reinterpret_cast<float*>(x + most * pitch);
   int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
   int line = lane / 4, part = lane % 4;
 
   Rows rows = {0, 0, call.rows};
-  if (call.kind == kEach) rows = find_named(call, blockIdx.y, lane, warp == 0, named);
+  if (call.kind == kEach) rows.expert = __ldg(call.which + blockIdx.y);
   if (call.kind == kSorted) rows = find_sorted(call, blockIdx.y, lane);
   if (rows.count == 0) return;
-  if (call.kind == kEach) __syncthreads();
-  auto row_of = [&](int i) { return call.kind == kEach ? named[i] : rows.start + i; };
 
   int first_tile = blockIdx.x * call.tiles, all_tiles = (call.n + kTile - 1) / kTile;
   int tiles = min(call.tiles, all_tiles - first_tile), steps = call.k / kStep<kFp4>, split = call.split;
@@ -383,34 +418,42 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kFewWarps ? 2 : 1)
   int begin = steps * share / split, end = steps * (share + 1) / split;
   int count = (tiles - warp / split + others - 1) / others * (end - begin);
 
-  for (int done = 0; done < rows.count; done += kMost) {
-    int columns = min(kMost, rows.count - done);
+  for (int done = 0; done < rows.count; done += most) {
     Loader<kFp4> loader(call, rows.expert, mine * kTile + line, others * kTile, begin, end, part);
     Weights weights[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; i++)
       if (i < count) loader.load(call, rows.expert, weights[i]);
+    if (call.kind == kEach && done == 0) {  // the weights are on their way meanwhile
+      rows = find_named(call, blockIdx.y, rows.expert, lane, warp == 0, named);
+      if (rows.count == 0) return;
+      __syncthreads();
+    }
+    auto row_of = [&](int i) { return call.kind == kEach ? named[i] : rows.start + i; };
+    int columns = min(most, rows.count - done);
     copy_rows<kFp4, kWide, kThreads>(call, x, columns, [&](int i) { return row_of(done + i); });
     __syncthreads();
 
     // Lanes whose columns there are not take others: what comes of it is not stored.
-    const uint4* operands = x + min(line, columns - 1) * 4 + part;
-    float sums[kWide][4] = {}, *to = shared_sums + warp * kWarpSums + part * 2 * kPitch + line;
+    Operands<kWide> operands;
+#pragma unroll
+    for (int wide = 0; wide < kWide; wide++)
+      operands.columns[wide] = x + min(wide * kColumns + line, columns - 1) * pitch + part;
+    float sums[kWide][4] = {}, *to = shared_sums + warp * warp_sums + part * 2 * kPitch + line;
     uint32_t nan[2] = {0, 0};
     int step = begin;
     for (int first = 0; first < count; first += kAhead) {
 #pragma unroll
       for (int i = 0; i < kAhead; i++) {
         if (first + i >= count) break;
-        const uint4* step_x = operands + step * (kOperands<kFp4> * kMost * 4);
         if constexpr (kFp4)
-          multiply_step_fp4(sums, weights[i], step_x);
+          multiply_step_fp4(sums, weights[i], part, operands, step * kOperands<kFp4>);
         else
-          multiply_step_fp8(sums, nan, weights[i], call.float_scales, step_x);
+          multiply_step_fp8(sums, nan, weights[i], call.float_scales, operands, step * kOperands<kFp4>);
         if (first + i + kAhead < count) loader.load(call, rows.expert, weights[i]);
         if (++step == end) {
-          store_sums<kFp4>(to, sums, nan);
-          step = begin, to += kWarps * kWarpSums;
+          store_sums<kFp4>(to, part * 2, most, sums, nan);
+          step = begin, to += kWarps * warp_sums;
         }
       }
     }
@@ -419,17 +462,17 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kFewWarps ? 2 : 1)
     int tile_rows = min(tiles * kTile, call.n - first_tile * kTile);
     for (int i = threadIdx.x; i < columns * tile_rows; i += kThreads) {
       int column = i / tile_rows, row = i % tile_rows;
-      const float* from = shared_sums + row / kTile * split * kWarpSums + column * kPitch + row % kTile;
+      const float* from = shared_sums + row / kTile * split * warp_sums + column * kPitch + row % kTile;
       float sum = 0;
       for (int w = 0; w < split; w++)
-        if (steps * w / split < steps * (w + 1) / split) sum += from[w * kWarpSums];
+        if (steps * w / split < steps * (w + 1) / split) sum += from[w * warp_sums];
       int64_t at = int64_t{row_of(done + column)} * call.n + first_tile * kTile + row;
       if (call.float_out)
         static_cast<float*>(call.out)[at] = sum;
       else
         static_cast<uint16_t*>(call.out)[at] = static_cast<uint16_t>(rounded({sum, 0}));
     }
-    if (done + kMost < rows.count) __syncthreads();
+    if (done + most < rows.count) __syncthreads();
   }
 }
 

@@ -54,7 +54,9 @@ def _on_the_device(kind, x, weight, which=None, dtype="bfloat16", **launch):
     return np.asarray(run(*given))
 
 
-def _on_the_host(library, kind, x, weight, which=None, dtype="bfloat16", *, tiles=2, split=8, wide=1, warps=8, seed=0):
+def _on_the_host(
+    library, kind, x, weight, which=None, dtype="bfloat16", *, tiles=2, split=8, wide=1, warps=8, columns=None, seed=0
+):
     n, k = weight.shape[-2:]
     out, guard = poisoned((len(x), n), np.dtype(BF16 if dtype == "bfloat16" else dtype))
     arrays = [aligned(np.asarray(a)) for a in (x, weight.values, weight.scales)]
@@ -63,7 +65,7 @@ def _on_the_host(library, kind, x, weight, which=None, dtype="bfloat16", *, tile
     sizes = len(x), 1 if weight.ndim == 2 else weight.shape[0], n, k, weight.format is FP4, shift, is_float
     library.expert_rows_on_host(
         *(None if a is None else ctypes.c_void_p(a.ctypes.data) for a in arrays),
-        *map(int, (*sizes, kind, dtype == "float32", tiles, split, wide, warps)),
+        *map(int, (*sizes, kind, dtype == "float32", tiles, split, wide, warps, columns or 8 * wide)),
         ctypes.c_uint(seed),
         ctypes.c_void_p(out.ctypes.data),
     )
@@ -106,7 +108,7 @@ def test_products(form, n, k, ue8m0, kind, product):
     x, stored, which = case(form, n, k, kind, ue8m0, np.random.default_rng(n))
     wanted, bound = exact(kind, x, stored, which)
     launches = [
-        dict(tiles=2, split=4),
+        dict(tiles=2, split=4, columns=3),
         dict(tiles=4, split=4, wide=1 if kind == EACH else 2, warps=16, seed=1),
         dict(tiles=6, split=4, wide=4, warps=16),
     ]
