@@ -6,10 +6,10 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 
-#include <algorithm>
 #include <bit>
 
 #include "kernel.cuh"
+#include "plan.h"
 
 namespace ffi = tvm::ffi;
 
@@ -29,7 +29,7 @@ int attribute(cudaDeviceAttr name, int device) {
 
 template <bool kFp4, int kWide, int kWarps = kManyWarps>
 void launch(const Call& call, dim3 grid, cudaStream_t stream) {
-  int bytes = shared_bytes(call.k, call.tiles, call.split, kWide);
+  int bytes = shared_bytes(call.k, call.tiles, call.split, call.columns);
   auto kernel = expert_rows_kernel<kFp4, kWide, kWarps>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   kernel<<<grid, kWarps * 32, bytes, stream>>>(call);
@@ -47,8 +47,8 @@ void launch_for(const Call& call, int wide, int warps, dim3 grid, cudaStream_t s
 // value in the low nibble, or [experts, n, k] of FP8; scales UE8M0 bytes [experts, n, k / 32] of FP4, else bytes or float32
 // [experts, n / a power of two, k / 128]; without experts all have an axis less. which is None, or int32 [rows], each row's
 // expert, or with `sizes` [experts], how many rows each has, one expert's after the other's: rows behind all are not
-// written. out is bfloat16 or float32 [rows, n]. x, values and out begin at multiples of 16 bytes. The caller validates
-// sizes and dtypes.
+// written. out is bfloat16 or float32 [rows, n]. x, values and out begin at multiples of 16 bytes, scales of 8. The caller
+// validates sizes and dtypes.
 void ExpertRows(ffi::TensorView x, ffi::TensorView values, ffi::TensorView scales, ffi::Optional<ffi::TensorView> which,
                 bool sizes, ffi::TensorView out) {
   Call call = {};
@@ -65,41 +65,30 @@ void ExpertRows(ffi::TensorView x, ffi::TensorView values, ffi::TensorView scale
   call.out = out.data_ptr();
   call.float_scales = scales.dtype().bits == 32, call.float_out = out.dtype().bits == 32;
   bool fp4 = values.size(axes - 1) < call.k;
-  int most = 1, named = call.rows;  // thread blocks side by side; rows of each, about
   if (which.has_value()) {
     call.which = static_cast<const int*>(which.value().data_ptr());
     call.kind = sizes ? kSorted : kEach;
-    most = std::min(call.rows, sizes ? call.experts : call.rows);
-    named = (call.rows + call.experts - 1) / call.experts;
     if (call.kind == kEach && call.rows > kMostNamed)
       TVM_FFI_THROW(ValueError) << "expert_rows: at most " << kMostNamed << " rows name an expert, got " << call.rows;
   }
-  if (reinterpret_cast<uintptr_t>(call.x) % 16 || reinterpret_cast<uintptr_t>(call.values) % 16)
-    TVM_FFI_THROW(ValueError) << "expert_rows: x and values begin at multiples of 16 bytes";
+  if (reinterpret_cast<uintptr_t>(call.x) % 16 || reinterpret_cast<uintptr_t>(call.values) % 16 ||
+      reinterpret_cast<uintptr_t>(call.scales) % 8)
+    TVM_FFI_THROW(ValueError) << "expert_rows: x and values begin at multiples of 16 bytes, scales of 8";
   if (!call.rows || !call.n) return;
 
   int device = x.device().device_id;
-  int named_bytes = kMostNamed * static_cast<int>(sizeof(int)), kept = 1024;  // kept by the system of each block's
-  int room = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - named_bytes;
-  int half = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / 2 - named_bytes - kept;
-  int sms = attribute(cudaDevAttrMultiProcessorCount, device);
-  // Warps that share a tile have few steps of it each, of an expert's weight 4 or more: there are many more.
-  int steps = call.k / (fp4 ? kStep<true> : kStep<false>);
-  for (call.split = kFewWarps; axes == 3 && call.split > 1 && steps < 4 * call.split;) call.split /= 2;
-  int wide = named > 16 ? 4 : named > kColumns ? 2 : 1, warps = kManyWarps;
-  auto least = [&] { return warps / call.split; };  // tiles: one for each warp
-  auto fits = [&](int tiles) { return shared_bytes(call.k, tiles, call.split, wide) <= room; };
-  while (wide > 1 && !fits(least())) wide /= 2;
-  if (wide == 1 && shared_bytes(call.k, kFewWarps / call.split, call.split, wide) <= half) warps = kFewWarps, room = half;
-  if (!fits(call.tiles = least())) TVM_FFI_THROW(ValueError) << "expert_rows: no room for k = " << call.k;
-  // Many tiles share a copy of x, if enough thread blocks are left to fill the device twice and again.
-  int all = (call.n + kTile - 1) / kTile;
-  for (int tiles = call.tiles * 2; tiles <= kMostTiles && fits(tiles); tiles *= 2)
-    if (int64_t{most} * all / tiles >= 4 * sms) call.tiles = tiles;
-
+  Device has = {attribute(cudaDevAttrMultiProcessorCount, device),
+                attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)};
+  Plan plan = plan_of(call.kind, call.rows, call.experts, call.n, call.k, fp4, has);
+  if (!plan.fits) TVM_FFI_THROW(ValueError) << "expert_rows: no room for k = " << call.k;
+  call.tiles = plan.tiles, call.split = plan.split, call.columns = plan.columns;
   auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(x.device().device_type, device));
-  dim3 grid((all + call.tiles - 1) / call.tiles, most);
-  fp4 ? launch_for<true>(call, wide, warps, grid, stream) : launch_for<false>(call, wide, warps, grid, stream);
+  dim3 grid(plan.across, plan.down);
+  if (fp4)
+    launch_for<true>(call, plan.wide, plan.warps, grid, stream);
+  else
+    launch_for<false>(call, plan.wide, plan.warps, grid, stream);
 }
 
 }  // namespace

@@ -188,7 +188,7 @@ __device__ __forceinline__ uint4 in_order(uint4 x) {
 
 template <bool kFp4, int kWide, int kThreads, typename RowOf>
 __device__ __forceinline__ void copy_rows(const Call& call, uint4* to, int columns, RowOf row_of) {
-  constexpr int kAhead = kWide == 4 ? 2 : 8;  // loads; registers bound them
+  constexpr int kAhead = kWide == 4 ? 2 : 4;  // loads; registers bound them
   int chunks = call.k / 8;
   for (int first = threadIdx.x; first < columns * chunks; first += kThreads * kAhead) {
     uint4 x[kAhead];
