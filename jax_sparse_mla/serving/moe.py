@@ -122,7 +122,7 @@ def experts(
     here = (chosen >= 0) & (chosen < count)
     if rows * k <= count:
         flat = jnp.where(here, chosen, 0).reshape(-1)
-        out = _times(swiglu(_times(jnp.repeat(x, k, axis=0), gate_up, flat), limit), down, flat)
+        out = _times(swiglu(_times(x, gate_up, flat), limit), down, flat)
     else:
         flat = jnp.where(here, chosen, count).reshape(-1)
         order = jnp.argsort(flat, stable=True)
@@ -134,7 +134,10 @@ def experts(
 
 
 def _times(x: jax.Array, weight: jax.Array | Quantised, expert: jax.Array) -> jax.Array:
-    """Each row times the weight of its expert: x `[R, in]`, weight `[experts, out, in]`, expert `[R]` → `[R, out]`."""
+    """Each row times the weight of its expert: x `[R, in]`, weight `[experts, out, in]`, expert `[R]` → `[R, out]`.
+
+    x may have fewer rows, a divisor of R: as many rows in turn take one of x.
+    """
     if kernel_serves(x, weight):
         return stored_product(_times_by_xla, x, weight, expert)
     return _times_by_xla(x, weight, expert)
@@ -142,6 +145,7 @@ def _times(x: jax.Array, weight: jax.Array | Quantised, expert: jax.Array) -> ja
 
 def _times_by_xla(x: jax.Array, weight: jax.Array | Quantised, expert: jax.Array) -> jax.Array:
     """A sum and not a product, for which XLA would copy the weights: so it reads them where they are."""
+    x = jnp.repeat(x, expert.shape[0] // max(x.shape[0], 1), axis=0)
     own = multiplied_out(weight[expert]).astype(jnp.float32)
     return jnp.sum(own * x[:, None, :].astype(jnp.float32), axis=-1).astype(x.dtype)
 

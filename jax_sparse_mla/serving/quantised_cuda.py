@@ -34,7 +34,8 @@ def serves(x: Any, weight: Any, which: Any = None, *, sizes: bool = False, dtype
       weight: a `Quantised`.
     """
     del dtype
-    (rows, k), named = x.shape, which is not None and not sizes
+    k, named = x.shape[1], which is not None and not sizes
+    rows = (which if named else x).shape[0]
     experts, device = weight.shape[0] if weight.ndim == 3 else 1, DeviceInfo.current()
     # Eight rows of x and the sums of sixteen warps, beside the named rows.
     shared = 16 * k + 16 * 640 + 4 * MOST_NAMED
@@ -55,9 +56,13 @@ def product(
     sizes: bool = False,
     dtype: str = "bfloat16",
 ) -> jax.Array:
-    """As `quantised_triton.product`, of x in its own order."""
+    """As `quantised_triton.product`, of x in its own order.
+
+    Where rows name experts, x may have fewer rows, a divisor of theirs: as many rows in turn take one of x.
+    """
+    rows = x.shape[0] if which is None or sizes else which.shape[0]
     operands = [x, values, scales, *([] if which is None else [which])]
     arguments = [*map(tvm.Buffer, range(3)), None if which is None else tvm.Buffer(3), sizes, tvm.Buffer(len(operands))]
-    out = jax.ShapeDtypeStruct((x.shape[0], values.shape[-2]), jnp.dtype(dtype))
+    out = jax.ShapeDtypeStruct((rows, values.shape[-2]), jnp.dtype(dtype))
     kernel = build.Binary(*BACKEND.binary("expert_rows", DeviceInfo.current()))
     return tvm.call(kernel, "expert_rows", arguments, [out], *operands)[0]

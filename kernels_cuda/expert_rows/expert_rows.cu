@@ -9,7 +9,7 @@
 #include <bit>
 
 #include "kernel.cuh"
-#include "plan.h"
+#include "plan.cuh"
 
 namespace ffi = tvm::ffi;
 
@@ -43,7 +43,8 @@ void launch_for(const Call& call, int wide, int warps, dim3 grid, cudaStream_t s
   warps == kFewWarps ? launch<kFp4, 1, kFewWarps>(call, grid, stream) : launch<kFp4, 1>(call, grid, stream);
 }
 
-// x is bfloat16 [rows, k], k a multiple of 256 for FP4 and of 128 for FP8; values uint8 [experts, n, k / 2] of FP4, the even
+// x is bfloat16 [rows, k], or where rows name experts [rows / a whole number, k], and row r takes its row r / this number;
+// k is a multiple of 256 for FP4 and of 128 for FP8; values uint8 [experts, n, k / 2] of FP4, the even
 // value in the low nibble, or [experts, n, k] of FP8; scales UE8M0 bytes [experts, n, k / 32] of FP4, else bytes or float32
 // [experts, n / a power of two, k / 128]; without experts all have an axis less. which is None, or int32 [rows], each row's
 // expert, or with `sizes` [experts], how many rows each has, one expert's after the other's: rows behind all are not
@@ -53,8 +54,9 @@ void ExpertRows(ffi::TensorView x, ffi::TensorView values, ffi::TensorView scale
                 bool sizes, ffi::TensorView out) {
   Call call = {};
   int axes = values.ndim();
-  call.rows = static_cast<int>(x.size(0)), call.k = static_cast<int>(x.size(1));
+  call.rows = static_cast<int>(out.size(0)), call.k = static_cast<int>(x.size(1));
   call.n = static_cast<int>(values.size(axes - 2)), call.experts = axes == 3 ? static_cast<int>(values.size(0)) : 1;
+  call.repeat = x.size(0) ? call.rows / static_cast<int>(x.size(0)) : 1;
   int scale_rows = call.n / static_cast<int>(scales.size(axes - 2));
   if (!std::has_single_bit(static_cast<unsigned>(scale_rows)))
     TVM_FFI_THROW(ValueError) << "expert_rows: a power of two of rows shares a scale, got " << scale_rows;

@@ -44,12 +44,12 @@ constexpr int kFewWarps = 8, kManyWarps = 16;
 enum Which { kOne, kEach, kSorted };
 
 struct Call {
-  const uint16_t* x;       // bfloat16 [rows, k]
+  const uint16_t* x;       // bfloat16 [rows / repeat, k]: row r takes row r / repeat
   const uint8_t* values;   // [experts, n, k / 2] of FP4, [experts, n, k] of FP8
   const uint8_t* scales;   // UE8M0 [experts, n >> scale_shift, k / 32] of FP4, else k / 128; or float32
   const int* which;        // [rows], the experts of rows, or [experts], the numbers of rows
   void* out;               // bfloat16 or float32 [rows, n]
-  int rows, experts, n, k;
+  int rows, experts, n, k, repeat;
   int scale_shift;  // 2^scale_shift rows share a scale
   int tiles, split;  // tiles of a thread block; warps that share a tile, a power of two
   int columns;       // rows of x that a thread block multiplies at once, 8 times the kernel's `wide` at most
@@ -431,7 +431,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kFewWarps ? kFewBlocks 
     }
     auto row_of = [&](int i) { return call.kind == kEach ? named[i] : rows.start + i; };
     int columns = min(most, rows.count - done);
-    copy_rows<kFp4, kWide, kThreads>(call, x, columns, [&](int i) { return row_of(done + i); });
+    copy_rows<kFp4, kWide, kThreads>(call, x, columns, [&](int i) { return row_of(done + i) / call.repeat; });
     __syncthreads();
 
     // Lanes whose columns there are not take others: what comes of it is not stored.

@@ -58,11 +58,21 @@ def _on_the_host(
     library, kind, x, weight, which=None, dtype="bfloat16", *, tiles=2, split=8, wide=1, warps=8, columns=None, seed=0
 ):
     n, k = weight.shape[-2:]
-    out, guard = poisoned((len(x), n), np.dtype(BF16 if dtype == "bfloat16" else dtype))
+    rows = len(which) if kind == EACH else len(x)
+    out, guard = poisoned((rows, n), np.dtype(BF16 if dtype == "bfloat16" else dtype))
     arrays = [aligned(np.asarray(a)) for a in (x, weight.values, weight.scales)]
     arrays += [None if which is None else np.asarray(which, np.int32)]
     shift, is_float = weight.rows.bit_length() - 1, weight.scales.dtype == jnp.float32
-    sizes = len(x), 1 if weight.ndim == 2 else weight.shape[0], n, k, weight.format is FP4, shift, is_float
+    sizes = (
+        rows,
+        1 if weight.ndim == 2 else weight.shape[0],
+        n,
+        k,
+        rows // len(x),
+        weight.format is FP4,
+        shift,
+        is_float,
+    )
     library.expert_rows_on_host(
         *(None if a is None else ctypes.c_void_p(a.ctypes.data) for a in arrays),
         *map(int, (*sizes, kind, dtype == "float32", tiles, split, wide, warps, columns or 8 * wide)),
@@ -193,6 +203,14 @@ def test_many_rows_that_name_experts(product):
     which[40:] = np.where(which[40:] == 3, 1, which[40:])  # the last of an expert's rows is in no later group of 32
     x, stored = rng.standard_normal((77, 256)).astype(BF16), weight(FP4, 5, 16, 256)
     assert_products(product(EACH, x, stored, which, "float32"), *exact(EACH, x, stored, which), 1e-5)
+
+
+def test_rows_that_share_a_row_of_x(product):
+    """As if it were repeated, to the bit."""
+    rng, which = np.random.default_rng(6), np.asarray([2, 0, 1, 1, 0, 4], np.int32)
+    x, stored = rng.standard_normal((2, 256)).astype(BF16), weight(FP4, 5, 32, 256)
+    shared, repeated = (product(EACH, each, stored, which, "float32") for each in (x, np.repeat(x, 3, axis=0)))
+    np.testing.assert_array_equal(shared, repeated)
 
 
 @pytest.mark.cpu

@@ -16,10 +16,10 @@ static void run_block(const Call& call, int wide, int warps) {
 // As expert_rows.cu's launch, with these tiles of a thread block, warps that share one, columns, 8 times `wide` at most, and
 // warps.
 extern "C" void expert_rows_on_host(const uint16_t* x, const uint8_t* values, const uint8_t* scales, const int* which,
-                                    int rows, int experts, int n, int k, int fp4, int scale_shift, int float_scales,
+                                    int rows, int experts, int n, int k, int repeat, int fp4, int scale_shift, int float_scales,
                                     int kind, int float_out, int tiles, int split, int wide, int warps,
                                     int columns, unsigned seed, void* out) {
-  Call call = {x, values, scales, which, out, rows, experts, n, k, scale_shift, tiles, split, columns};
+  Call call = {x, values, scales, which, out, rows, experts, n, k, repeat, scale_shift, tiles, split, columns};
   call.kind = static_cast<Which>(kind), call.float_scales = float_scales, call.float_out = float_out;
   sm90::readable.clear();
   int64_t numbers = int64_t{experts} * n * k;
