@@ -225,9 +225,11 @@ struct Loader {
   static constexpr int kStepScales = kFp4 ? 8 : 1;
   const uint8_t *values[2], *scales[2];  // where this lane's bytes of the next step are
   int row, rows, step, begin, end;       // the lane's first row of the tile, and how far the next one's is; steps
+  int part, left;                        // the lane's part of 64 bytes; tiles left
 
-  __device__ __forceinline__ Loader(const Call& call, int expert, int row, int rows, int begin, int end, int part)
-      : row(row), rows(rows), step(begin), begin(begin), end(end) {
+  __device__ __forceinline__ Loader(const Call& call, int expert, int row, int rows, int begin, int end, int part,
+                                    int left)
+      : row(row), rows(rows), step(begin), begin(begin), end(end), part(part), left(left) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       int n = min(row + i * 8, call.n - 1);
@@ -257,7 +259,7 @@ struct Loader {
       values[i] += kStepBytes, scales[i] += kStepScales << (!kFp4 && call.float_scales ? 2 : 0);
     }
     if (++step < end) return;
-    step = begin, row += rows;
+    step = begin, row += rows, left--;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       bool goes_on = row + i * 8 < call.n;
@@ -267,7 +269,19 @@ struct Loader {
       else
         scales[i] = scales_of(call, expert, min(row + i * 8, call.n - 1), begin);
     }
+#ifdef FEWROWS_PREFETCH
+    prefetch_steps(0);
+#endif
   }
+
+#ifdef FEWROWS_PREFETCH
+  // Fetches the steps of the next tile into the L2, from its `first` on. Each lane has a row and every other step.
+  __device__ __forceinline__ void prefetch_steps(int first) const {
+    if (left <= 0) return;
+    const uint8_t* from = values[0] + (part & 1 ? values[1] - values[0] : 0);
+    for (int i = first + part / 2; i < end - begin; i += 2) prefetch(from + (i - (step - begin)) * kStepBytes);
+  }
+#endif
 };
 
 // --- products ---------------------------------------------------------------------------------------------------
@@ -416,14 +430,17 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kFewWarps ? kFewBlocks 
   int tiles = min(call.tiles, all_tiles - first_tile), steps = call.k / kStep<kFp4>, split = call.split;
   int share = warp % split, mine = first_tile + warp / split, others = kWarps / split;  // tiles at a time
   int begin = steps * share / split, end = steps * (share + 1) / split;
-  int count = (tiles - warp / split + others - 1) / others * (end - begin);
+  int my_tiles = (tiles - warp / split + others - 1) / others, count = my_tiles * (end - begin);
 
   for (int done = 0; done < rows.count; done += most) {
-    Loader<kFp4> loader(call, rows.expert, mine * kTile + line, others * kTile, begin, end, part);
+    Loader<kFp4> loader(call, rows.expert, mine * kTile + line, others * kTile, begin, end, part, my_tiles);
     Weights weights[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; i++)
       if (i < count) loader.load(call, rows.expert, weights[i]);
+#ifdef FEWROWS_PREFETCH
+    if (loader.step > begin) loader.prefetch_steps(loader.step - begin);
+#endif
     if (call.kind == kEach && done == 0) {  // the weights are on their way meanwhile
       rows = find_named(call, blockIdx.y, rows.expert, lane, warp == 0, named);
       if (rows.count == 0) return;
