@@ -38,7 +38,7 @@ def serves(x: Any, weight: Any, which: Any = None, *, sizes: bool = False, dtype
     rows = (which if named else x).shape[0]
     experts, device = weight.shape[0] if weight.ndim == 3 else 1, DeviceInfo.current()
     # Eight rows of x and the sums of sixteen warps, beside the named rows.
-    shared = 16 * k + 16 * 640 + 4 * MOST_NAMED
+    shared = 8 * (2 * k + 64) + 16 * 640 + 4 * MOST_NAMED
     fits = k // weight.format.per_byte % STEP_BYTES == 0 and not weight.rows & (weight.rows - 1)
     if sizes and weight.format.per_byte == 1:
         return False

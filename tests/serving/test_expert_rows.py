@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -274,6 +275,71 @@ def test_what_it_serves(monkeypatch):
     assert not serves(8, 8, 128, 512, form=FP8, rows=128, which=SORTED)
     monkeypatch.setattr(build, "module", lambda name, arch: None)
     assert not serves(1, 256, 512)
+
+
+class Plan(NamedTuple):
+    """What `plan.cuh` makes of a call."""
+
+    split: int
+    tiles: int
+    columns: int
+    wide: int
+    warps: int
+    across: int
+    down: int
+    bytes: int
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """`plan(kind, rows, experts, n, k, fp4)` on an H200, or with `sms`, and None where nothing fits."""
+    library = compiled_once("expert_rows", "expert_rows", tmp_path_factory)
+
+    def of(kind, rows, experts, n, k, fp4, sms=132):
+        found = (ctypes.c_int * 8)()
+        fits = library.expert_rows_plan(kind, rows, experts, n, k, fp4, sms, H200.shared_memory_optin, 233_472, found)
+        return Plan(*found) if fits else None
+
+    return of
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "n, k, fp4", [(4096, 4096, 1), (4096, 2048, 1), (7168, 2048, 1), (16, 256, 1), (1536, 4096, 0)]
+)
+@pytest.mark.parametrize("kind, most", [(ONE, 64), (EACH, 1024), (SORTED, 2048)])
+def test_a_plan_covers_the_weight_and_fits(plan, kind, most, n, k, fp4):
+    """And the order of sums is that of the weight, whatever rows there are."""
+    experts = 1 if kind == ONE else 256
+    plans = {rows: plan(kind, rows, experts, n, k, fp4) for rows in (1, 3, 8, 9, 48, most)}
+    assert len({each.split for each in plans.values()}) == 1
+    for rows, each in plans.items():
+        assert each.across * each.tiles * 16 >= n > (each.across - 1) * each.tiles * 16
+        assert each.down == {ONE: 1, EACH: rows, SORTED: min(rows, experts)}[kind]
+        assert each.warps % each.split == 0 and each.columns <= 8 * each.wide
+        assert each.warps == 16 or each.wide == 1
+        named = 4 * quantised_cuda.MOST_NAMED
+        assert each.bytes + named <= H200.shared_memory_optin
+        assert each.warps == 16 or 2 * (each.bytes + named + 1024) <= 233_472
+
+
+@pytest.mark.cpu
+def test_plans_fill_a_device(plan):
+    """V4-Flash's products at decode take one wave of an H200's 132 multiprocessors, or leave few of them idle."""
+    shapes = [(EACH, 6, 256, 4096, 4096, 1), (EACH, 6, 256, 4096, 2048, 1)]
+    shapes += [(ONE, 1, 1, n, k, 0) for n, k in ((32768, 1024), (4096, 8192), (4096, 4096), (4096, 2048))]
+    for shape in shapes:
+        found = plan(*shape)
+        slots = 132 * (2 if found.warps == 8 else 1)
+        assert 0.9 * slots < found.across * found.down <= slots, (shape, found)
+
+
+@pytest.mark.cpu
+def test_a_plan_fits_where_the_kernel_serves(plan):
+    for fp4, rows in ((0, 1), (0, 8), (1, 8)):
+        served = [k for k in range(256, 20_000, 256) if 16 * k + 16 * 640 + 512 + 4096 <= H200.shared_memory_optin]
+        assert all(plan(ONE, rows, 1, n, k, fp4) for k in served for n in (16, 4096))
+    assert plan(ONE, 8, 1, 4096, 16_384, 1) is None
 
 
 def test_the_source_has_room_for_what_it_serves():

@@ -3,6 +3,7 @@
 #include "sm90_host.h"
 
 #include "kernel.cuh"
+#include "plan.cuh"
 
 using namespace expert_rows;
 
@@ -11,6 +12,17 @@ static void run_block(const Call& call, int wide, int warps) {
   if (wide == 4) return expert_rows_kernel<kFp4, 4, kManyWarps>(call);
   if (wide == 2) return expert_rows_kernel<kFp4, 2, kManyWarps>(call);
   warps == kFewWarps ? expert_rows_kernel<kFp4, 1, kFewWarps>(call) : expert_rows_kernel<kFp4, 1, kManyWarps>(call);
+}
+
+// `found`: split, tiles, columns, wide, warps, the grid's two sizes, and bytes of dynamic shared memory. Whether it fits.
+extern "C" int expert_rows_plan(int kind, int rows, int experts, int n, int k, int fp4, int multiprocessors,
+                                int shared_of_block, int shared_of_multiprocessor, int* found) {
+  Device device = {multiprocessors, shared_of_block, shared_of_multiprocessor};
+  Plan plan = plan_of(static_cast<Which>(kind), rows, experts, n, k, fp4, device);
+  int bytes = plan.fits ? shared_bytes(k, plan.tiles, plan.split, plan.columns) : 0;
+  int all[] = {plan.split, plan.tiles, plan.columns, plan.wide, plan.warps, plan.across, plan.down, bytes};
+  std::copy(std::begin(all), std::end(all), found);
+  return plan.fits;
 }
 
 // As expert_rows.cu's launch, with these tiles of a thread block, warps that share one, columns, 8 times `wide` at most, and
