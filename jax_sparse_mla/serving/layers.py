@@ -7,6 +7,7 @@ in the rows' dtype elsewhere.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax_sparse_mla.serving.quantised import (
     kernel_serves,
     multiplied_out,
     stored_product,
+    takes_swiglu,
 )
 
 FEW_ROWS = 64  # whose product takes as long as reading the weight
@@ -102,4 +104,29 @@ def swiglu(gate_up: jax.Array, limit: float | None) -> jax.Array:
 
 def mlp(x: jax.Array, gate_up: Weight, down: Weight, limit: float | None = None) -> jax.Array:
     """A SwiGLU of one width: x `[T, hidden]`, gate_up `[2 * width, hidden]`, down `[hidden, width]`."""
-    return linear(swiglu(linear(x, gate_up), limit), down)
+    by_xla = functools.partial(_matmul, dtype=x.dtype)
+    return swiglu_product(linear, by_xla, linear(x, gate_up), down, limit=limit, dtype=x.dtype.name)
+
+
+def swiglu_product(
+    product: Callable[..., jax.Array],
+    by_xla: Callable[..., jax.Array],
+    gate_up: jax.Array,
+    down: Weight,
+    *which: jax.Array,
+    limit: float | None,
+    **static: Any,
+) -> jax.Array:
+    """`product(swiglu(gate_up, limit), down, *which)`, or a kernel that computes the SwiGLU too.
+
+    Args:
+      by_xla: the same as `product`, without kernels.
+      static: of `quantised_cuda.product`.
+    """
+    if takes_swiglu(gate_up, down, *which, **static):
+
+        def plain(gate_up: jax.Array, down: Weight, *which: jax.Array) -> jax.Array:
+            return by_xla(swiglu(gate_up, limit), down, *which)
+
+        return stored_product(plain, gate_up, down, *which, gated=True, limit=limit, **static)
+    return product(swiglu(gate_up, limit), down, *which)

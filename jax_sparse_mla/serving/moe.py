@@ -10,7 +10,7 @@ from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.launch.transforms import KernelCall
 from jax_sparse_mla.serving.config import MoE
-from jax_sparse_mla.serving.layers import linear, matmul, mlp, summed, swiglu
+from jax_sparse_mla.serving.layers import linear, matmul, mlp, summed, swiglu_product
 from jax_sparse_mla.serving.quantised import Quantised, Weight, kernel_serves, multiplied_out, stored_product
 
 _DOTS = lax.RaggedDotDimensionNumbers(
@@ -122,12 +122,13 @@ def experts(
     here = (chosen >= 0) & (chosen < count)
     if rows * k <= count:
         flat = jnp.where(here, chosen, 0).reshape(-1)
-        out = _times(swiglu(_times(x, gate_up, flat), limit), down, flat)
+        out = swiglu_product(_times, _times_by_xla, _times(x, gate_up, flat), down, flat, limit=limit)
     else:
         flat = jnp.where(here, chosen, count).reshape(-1)
         order = jnp.argsort(flat, stable=True)
         sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
-        sorted_out = _ragged(swiglu(_ragged(x[order // k], gate_up, sizes), limit), down, sizes)
+        h = _ragged(x[order // k], gate_up, sizes)
+        sorted_out = swiglu_product(_ragged, _ragged_by_xla, h, down, sizes, limit=limit, sizes=True)
         out = jnp.zeros_like(sorted_out).at[order].set(sorted_out, unique_indices=True)
     out = jnp.where(here[:, :, None], out.reshape(rows, k, -1) * weights[:, :, None], 0)
     return jnp.sum(out.astype(x.dtype), axis=1, dtype=jnp.float32)

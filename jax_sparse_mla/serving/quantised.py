@@ -170,6 +170,13 @@ def kernel_serves(x: jax.Array, weight: Weight) -> bool:
     return fits and weight.shape[-1] % WeightFormat.FP8.group == 0 and x.shape[0] > 0
 
 
+def takes_swiglu(gate_up: jax.Array, weight: Weight, *which: jax.Array, **static: Any) -> bool:
+    """Whether `stored_product` computes the SwiGLU of its rows, `gated`."""
+    if not isinstance(weight, Quantised) or not gate_up.dtype == weight.dtype == jnp.bfloat16 or not gate_up.shape[0]:
+        return False
+    return quantised_cuda.serves(gate_up, weight, *which, gated=True, **static)
+
+
 def stored_product(plain: Callable[..., jax.Array], x: jax.Array, weight: Quantised, *which: jax.Array, **static: Any):
     """`quantised_cuda.product` or `quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`, whose
     derivatives it has. Rows that name experts may share those of x, as many in turn each.

@@ -26,15 +26,24 @@ MOST_NAMED = 1024  # rows that name an expert each, of one call; the kernel has 
 STEP_BYTES = 128  # of a weight's row, which it takes in whole steps
 
 
-def serves(x: Any, weight: Any, which: Any = None, *, sizes: bool = False, dtype: str = "bfloat16") -> bool:
+def serves(
+    x: Any,
+    weight: Any,
+    which: Any = None,
+    *,
+    sizes: bool = False,
+    dtype: str = "bfloat16",
+    gated: bool = False,
+    limit: float | None = None,
+) -> bool:
     """Whether this kernel takes a product here that `quantised_triton.product` can take; from shapes alone.
 
     Args:
       x, which: arrays or their shapes, as `product` has them.
       weight: a `Quantised`.
     """
-    del dtype
-    k, named = x.shape[1], which is not None and not sizes
+    del dtype, limit
+    k, named = x.shape[1] // (2 if gated else 1), which is not None and not sizes
     rows = (which if named else x).shape[0]
     experts, device = weight.shape[0] if weight.ndim == 3 else 1, DeviceInfo.current()
     # Eight rows of x and the sums of sixteen warps, beside the named rows.
@@ -55,14 +64,21 @@ def product(
     *,
     sizes: bool = False,
     dtype: str = "bfloat16",
+    gated: bool = False,
+    limit: float | None = None,
 ) -> jax.Array:
     """As `quantised_triton.product`, of x in its own order.
 
     Where rows name experts, x may have fewer rows, a divisor of theirs: as many rows in turn take one of x.
+
+    Args:
+      gated: x is `[rows, 2 * K]`, and `layers.swiglu` of it, rounded once, is multiplied.
+      limit: of `swiglu`, above 0.
     """
     rows = x.shape[0] if which is None or sizes else which.shape[0]
     operands = [x, values, scales, *([] if which is None else [which])]
-    arguments = [*map(tvm.Buffer, range(3)), None if which is None else tvm.Buffer(3), sizes, tvm.Buffer(len(operands))]
+    arguments = [*map(tvm.Buffer, range(3)), None if which is None else tvm.Buffer(3), sizes, gated, float(limit or 0)]
+    arguments += [tvm.Buffer(len(operands))]
     out = jax.ShapeDtypeStruct((rows, values.shape[-2]), jnp.dtype(dtype))
     kernel = build.Binary(*BACKEND.binary("expert_rows", DeviceInfo.current()))
     return tvm.call(kernel, "expert_rows", arguments, [out], *operands)[0]

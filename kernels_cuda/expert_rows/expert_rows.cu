@@ -7,6 +7,7 @@
 #include <tvm/ffi/optional.h>
 
 #include <bit>
+#include <limits>
 
 #include "kernel.cuh"
 #include "plan.cuh"
@@ -48,13 +49,15 @@ void launch_for(const Call& call, int wide, int warps, dim3 grid, cudaStream_t s
 // value in the low nibble, or [experts, n, k] of FP8; scales UE8M0 bytes [experts, n, k / 32] of FP4, else bytes or float32
 // [experts, n / a power of two, k / 128]; without experts all have an axis less. which is None, or int32 [rows], each row's
 // expert, or with `sizes` [experts], how many rows each has, one expert's after the other's: rows behind all are not
-// written. out is bfloat16 or float32 [rows, n]. x, values and out begin at multiples of 16 bytes, scales of 8. The caller
+// written. `gated`: x is [.., 2 k], the gate first, and silu(gate) * up is multiplied; a limit above 0 bounds both, the gate
+// from above only. out is bfloat16 or float32 [rows, n]. x, values and out begin at multiples of 16 bytes, scales of 8. The caller
 // validates sizes and dtypes.
 void ExpertRows(ffi::TensorView x, ffi::TensorView values, ffi::TensorView scales, ffi::Optional<ffi::TensorView> which,
-                bool sizes, ffi::TensorView out) {
+                bool sizes, bool gated, double limit, ffi::TensorView out) {
   Call call = {};
   int axes = values.ndim();
-  call.rows = static_cast<int>(out.size(0)), call.k = static_cast<int>(x.size(1));
+  call.rows = static_cast<int>(out.size(0)), call.k = static_cast<int>(x.size(1)) / (gated ? 2 : 1);
+  call.gated = gated, call.limit = limit > 0 ? static_cast<float>(limit) : std::numeric_limits<float>::infinity();
   call.n = static_cast<int>(values.size(axes - 2)), call.experts = axes == 3 ? static_cast<int>(values.size(0)) : 1;
   call.repeat = x.size(0) ? call.rows / static_cast<int>(x.size(0)) : 1;
   int scale_rows = call.n / static_cast<int>(scales.size(axes - 2));

@@ -44,7 +44,7 @@ constexpr int kFewWarps = 8, kManyWarps = 16;
 enum Which { kOne, kEach, kSorted };
 
 struct Call {
-  const uint16_t* x;       // bfloat16 [rows / repeat, k]: row r takes row r / repeat
+  const uint16_t* x;       // bfloat16 [rows / repeat, k]: row r takes row r / repeat; or [.., 2 k], `gated`
   const uint8_t* values;   // [experts, n, k / 2] of FP4, [experts, n, k] of FP8
   const uint8_t* scales;   // UE8M0 [experts, n >> scale_shift, k / 32] of FP4, else k / 128; or float32
   const int* which;        // [rows], the experts of rows, or [experts], the numbers of rows
@@ -55,6 +55,8 @@ struct Call {
   int columns;       // rows of x that a thread block multiplies at once, 8 times the kernel's `wide` at most
   Which kind;
   bool float_scales, float_out;
+  bool gated;   // x is silu of its first half times its second one, both bounded, the first from above only
+  float limit;  // of them, infinite where there is none
 };
 
 // Units of 16 bytes between columns of x in shared memory: two columns' 64 bytes of an operand are in different banks.
@@ -167,6 +169,8 @@ __device__ __forceinline__ float ue8m0(uint32_t scale) {
   return __int_as_float(static_cast<int>(scale == 0 ? 0x00400000 : scale == 255 ? 0x7FC00000 : scale << 23));
 }
 
+__device__ __forceinline__ uint32_t word_of(const uint4& x, int i) { return (&x.x)[i]; }
+
 // --- x ----------------------------------------------------------------------------------------------------------
 
 // Where x's numbers 8 chunk … 8 chunk + 7 lie in their column, in units of 16 bytes: a step's operands one after the other,
@@ -184,6 +188,35 @@ __device__ __forceinline__ uint4 in_order(uint4 x) {
   constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;
   if (kFp4) return {permute(x.x, x.z, kLow), permute(x.x, x.z, kHigh), permute(x.y, x.w, kLow), permute(x.y, x.w, kHigh)};
   return {permute(x.x, x.y, kLow), permute(x.x, x.y, kHigh), permute(x.z, x.w, kLow), permute(x.z, x.w, kHigh)};
+}
+
+// A NaN stays one.
+__device__ __forceinline__ float silu_times(float gate, float up, float limit) {
+  gate = gate > limit ? limit : gate, up = up > limit ? limit : up < -limit ? -limit : up;
+  return __fdividef(gate, 1 + exp2_approx(gate * -1.44269504f)) * up;
+}
+
+// Of eight bfloat16 numbers each, rounded once.
+__device__ __forceinline__ uint4 silu_times(uint4 gate, uint4 up, float limit) {
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    uint32_t g = word_of(gate, i), u = word_of(up, i);
+    auto first = [](uint32_t pair) { return __int_as_float(static_cast<int>(pair << 16)); };
+    auto second = [](uint32_t pair) { return __int_as_float(static_cast<int>(pair & 0xFFFF0000)); };
+    pairs[i] = rounded({silu_times(first(g), first(u), limit), silu_times(second(g), second(u), limit)});
+  }
+  return {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+
+template <bool kFp4, int kThreads, typename RowOf>
+__device__ __forceinline__ void copy_gated_rows(const Call& call, uint4* to, int columns, RowOf row_of) {
+  int chunks = call.k / 8;
+  for (int at = threadIdx.x; at < columns * chunks; at += kThreads) {
+    const uint4* row = reinterpret_cast<const uint4*>(call.x + int64_t{row_of(at / chunks)} * call.k * 2) + at % chunks;
+    uint4 x = silu_times(row[0], row[chunks], call.limit);
+    to[at / chunks * column_pitch(call.k) + place_of<kFp4>(at % chunks)] = in_order<kFp4>(x);
+  }
 }
 
 template <bool kFp4, int kWide, int kThreads, typename RowOf>
@@ -285,8 +318,6 @@ struct Loader {
 };
 
 // --- products ---------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32_t word_of(const uint4& x, int i) { return (&x.x)[i]; }
 
 // Where this lane's operands of x begin, in the column that it has of each eight.
 template <int kWide>
@@ -448,7 +479,11 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kFewWarps ? kFewBlocks 
     }
     auto row_of = [&](int i) { return call.kind == kEach ? named[i] : rows.start + i; };
     int columns = min(most, rows.count - done);
-    copy_rows<kFp4, kWide, kThreads>(call, x, columns, [&](int i) { return row_of(done + i) / call.repeat; });
+    auto x_row = [&](int i) { return row_of(done + i) / call.repeat; };
+    if (call.gated)
+      copy_gated_rows<kFp4, kThreads>(call, x, columns, x_row);
+    else
+      copy_rows<kFp4, kWide, kThreads>(call, x, columns, x_row);
     __syncthreads();
 
     // Lanes whose columns there are not take others: what comes of it is not stored.

@@ -29,7 +29,7 @@ from triton_device import ON_GPU
 from jax_sparse_mla.device import DeviceInfo, pretend
 from jax_sparse_mla.launch import build
 from jax_sparse_mla.serving import quantised, quantised_cuda
-from jax_sparse_mla.serving.layers import linear
+from jax_sparse_mla.serving.layers import linear, swiglu
 from jax_sparse_mla.serving.moe import experts
 from jax_sparse_mla.serving.quantised import Quantised, WeightFormat, multiplied_out
 from jax_sparse_mla.serving.shapes_alone import H200
@@ -49,14 +49,28 @@ def product(tmp_path_factory):
     return partial(_on_the_host, compiled_once("expert_rows", "expert_rows", tmp_path_factory))
 
 
-def _on_the_device(kind, x, weight, which=None, dtype="bfloat16", **launch):
+def _on_the_device(kind, x, weight, which=None, dtype="bfloat16", gated=False, limit=None, **launch):
     given = [jnp.asarray(x), weight.values, weight.scales, *([] if which is None else [jnp.asarray(which)])]
-    run = jax.jit(partial(quantised_cuda.product, sizes=kind == SORTED, dtype=dtype))
+    run = jax.jit(partial(quantised_cuda.product, sizes=kind == SORTED, dtype=dtype, gated=gated, limit=limit))
     return np.asarray(run(*given))
 
 
 def _on_the_host(
-    library, kind, x, weight, which=None, dtype="bfloat16", *, tiles=2, split=8, wide=1, warps=8, columns=None, seed=0
+    library,
+    kind,
+    x,
+    weight,
+    which=None,
+    dtype="bfloat16",
+    *,
+    tiles=2,
+    split=8,
+    wide=1,
+    warps=8,
+    columns=None,
+    seed=0,
+    gated=False,
+    limit=None,
 ):
     n, k = weight.shape[-2:]
     rows = len(which) if kind == EACH else len(x)
@@ -76,7 +90,8 @@ def _on_the_host(
     )
     library.expert_rows_on_host(
         *(None if a is None else ctypes.c_void_p(a.ctypes.data) for a in arrays),
-        *map(int, (*sizes, kind, dtype == "float32", tiles, split, wide, warps, columns or 8 * wide)),
+        *map(int, (*sizes, kind, dtype == "float32", tiles, split, wide, warps, columns or 8 * wide, gated)),
+        ctypes.c_float(limit or 0),
         ctypes.c_uint(seed),
         ctypes.c_void_p(out.ctypes.data),
     )
@@ -214,16 +229,44 @@ def test_rows_that_share_a_row_of_x(product):
     np.testing.assert_array_equal(shared, repeated)
 
 
+@pytest.mark.parametrize("limit", [None, 1.5])
+@pytest.mark.parametrize("kind", [ONE, EACH, SORTED])
+def test_swiglu_of_x(kind, limit, product):
+    """Nearly the product of what `swiglu` makes, in float64: x is rounded to bfloat16 once."""
+    rng = np.random.default_rng(7)
+    x, stored, which = case(FP8 if kind == ONE else FP4, 48, 256, kind, True, rng)
+    gate_up = (2 * rng.standard_normal((len(x), 512))).astype(BF16)
+    gate_up[3, 5], gate_up[4, 300] = 60, -60
+    wide = swiglu(jnp.asarray(gate_up, jnp.float32), limit)
+    found = product(kind, gate_up, stored, which, "float32", gated=True, limit=limit)
+    assert_products(found, *exact(kind, np.asarray(wide, np.float64), stored, which), 2**-8)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_swiglu_of_what_is_no_number(number, half, product):
+    """A bound takes what is infinite, but for a gate of minus infinity, which JAX multiplies by 0; a NaN stays one."""
+    gate_up = np.ones((3, 512), BF16)
+    gate_up[1, 256 * half + 7] = number
+    found = product(ONE, gate_up, weight(FP8, 16, 256), dtype="float32", gated=True, limit=7.0)
+    bounded = np.isinf(number) and (half or number > 0)
+    assert np.isfinite(found[[0, 2]]).all() and np.isfinite(found[1]).all() == bounded
+    assert bounded or np.isnan(found[1]).all()
+    assert np.isfinite(np.asarray(swiglu(jnp.asarray(gate_up), 7.0), np.float32)).all() == bounded
+
+
 @pytest.mark.cpu
 def test_layers_take_it(product, monkeypatch):
     """Experts of few rows and of sorted ones and a dense weight, through XLA."""
-    kinds = []
+    kinds, gates = [], []
 
-    def stand_in(x, values, scales, which, sizes, out):
+    def stand_in(x, values, scales, which, sizes, gated, limit, out):
         kinds.append(ONE if which is None else SORTED if sizes else EACH)
-        form = FP4 if values.shape[-1] < x.shape[-1] else FP8
+        gates.append(gated)
+        form = FP4 if scales.shape[-1] * 16 == values.shape[-1] else FP8
         stored = Quantised(format=form, dtype=np.dtype(BF16), values=values, scales=scales)
-        out[...] = pool.submit(product, kinds[-1], x, stored, which, str(out.dtype)).result()
+        given = kinds[-1], x, stored, which, str(out.dtype)
+        out[...] = pool.submit(product, *given, gated=gated, limit=limit).result()
 
     pool = ThreadPoolExecutor(1)
     pool.submit(int).result()  # the thread begins here: those that XLA's begin flush subnormal numbers to 0, as they do
@@ -244,7 +287,7 @@ def test_layers_take_it(product, monkeypatch):
             one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
             np.testing.assert_allclose(one, other, atol=0.02 * np.abs(other).max())
     pool.shutdown()
-    assert kinds == [EACH, EACH, ONE, SORTED, SORTED, ONE]
+    assert kinds == [EACH, EACH, ONE, SORTED, SORTED, ONE] and gates == [False, True, False] * 2
 
 
 @pytest.mark.cpu

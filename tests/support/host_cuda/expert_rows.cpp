@@ -30,9 +30,10 @@ extern "C" int expert_rows_plan(int kind, int rows, int experts, int n, int k, i
 extern "C" void expert_rows_on_host(const uint16_t* x, const uint8_t* values, const uint8_t* scales, const int* which,
                                     int rows, int experts, int n, int k, int repeat, int fp4, int scale_shift, int float_scales,
                                     int kind, int float_out, int tiles, int split, int wide, int warps,
-                                    int columns, unsigned seed, void* out) {
+                                    int columns, int gated, float limit, unsigned seed, void* out) {
   Call call = {x, values, scales, which, out, rows, experts, n, k, repeat, scale_shift, tiles, split, columns};
   call.kind = static_cast<Which>(kind), call.float_scales = float_scales, call.float_out = float_out;
+  call.gated = gated, call.limit = limit > 0 ? limit : INFINITY;
   sm90::readable.clear();
   int64_t numbers = int64_t{experts} * n * k;
   sm90::allow(values, fp4 ? numbers / 2 : numbers);
