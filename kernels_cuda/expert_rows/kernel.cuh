@@ -6,9 +6,10 @@
 // loads at once as operands of consecutive products, and x is copied once to shared memory in the order that this needs.
 // Of FP4 these bytes are one scale's 32 numbers. Numbers and scales become bfloat16 without rounding.
 //
-// A thread block has some tiles of 16 rows of an expert's weight. `split` warps share the k of a tile; others have other
-// tiles. Each warp loads some steps ahead, of 128 bytes of a weight's row, into registers. A tile's sums meet at the end,
-// always in the same order: a row's result does not depend on the other rows of the call.
+// A thread block has some tiles of 16 rows of an expert's weight (plan.cuh says how many). `split` warps share the k of a
+// tile; others have other tiles. Each warp loads some steps ahead, of 128 bytes of a weight's row, into registers, the first
+// ones before it looks for rows and copies x: so weights come all the time. A tile's sums meet at the end, always in the
+// same order: a row's result does not depend on the other rows of the call.
 
 #pragma once
 
@@ -35,7 +36,10 @@ constexpr int kFewBlocks = FEWROWS_BLOCKS;  // of few warps, on a multiprocessor
 constexpr int kGroup = 128;      // k that share a scale of FP8
 constexpr int kPitch = 20;       // floats between columns of a warp's sums, so that lanes store to different banks
 constexpr int kMostNamed = 1024;  // rows that name an expert each
-constexpr int kMostTiles = 16;   // of a thread block
+#ifndef FEWROWS_TILES
+#define FEWROWS_TILES 16
+#endif
+constexpr int kMostTiles = FEWROWS_TILES;  // of a thread block
 
 // Which weight a row takes: there is one; each row names its expert; or rows are sorted, so many of each expert.
 // Warps of a thread block: two blocks share a multiprocessor, or there is room for one.

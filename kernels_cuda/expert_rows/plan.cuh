@@ -43,7 +43,7 @@ inline Plan plan_of(Which kind, int rows, int experts, int n, int k, bool fp4, c
   int room = device.shared_of_block - kNamedBytes;
   for (plan.wide = named > 16 ? 4 : named > kColumns ? 2 : 1;; plan.wide /= 2) {
     plan.columns = std::min(rows, plan.wide * kColumns);
-    if (kind != kOne && rows <= experts) plan.columns = std::min(plan.columns, 4);
+    if (kFewBlocks > 2 && kind != kOne && rows <= experts) plan.columns = std::min(plan.columns, 4);
     if (plan.wide == 1 || shared_bytes(k, kManyWarps / plan.split, plan.split, plan.columns) <= room) break;
   }
   double least = 0;
@@ -56,7 +56,7 @@ inline Plan plan_of(Which kind, int rows, int experts, int n, int k, bool fp4, c
       if (bytes > room || blocks < (warps == kFewWarps ? 2 : 1)) break;
       int across = (all + tiles - 1) / tiles, slots = device.multiprocessors * blocks;
       int64_t waves = (int64_t{across} * plan.down + slots - 1) / slots;
-      double x = plan.columns * k * 2.0 / (warps * kStepBytes * kTile) / 2;  // the L2 has it: half the time
+      double x = std::min(plan.columns, named + (kind != kOne)) * k * 2.0 / (warps * kStepBytes * kTile) / 2;  // the L2 has it: half the time
       double time = waves * blocks * (kBegins + tiles / at_a_time * ((steps + plan.split - 1) / plan.split) + x) * warps;
 #ifdef FEWROWS_SMALL
       if (plan.fits && warps != plan.warps) break;
