@@ -22,24 +22,13 @@ using namespace sm90;
 constexpr int kTile = 16;        // rows of a weight in a product
 constexpr int kColumns = 8;      // rows of x in a product
 constexpr int kStepBytes = 128;  // of a weight's row that a warp multiplies at once
-#ifndef FEWROWS_AHEAD
-#define FEWROWS_AHEAD 2
-#endif
-#ifndef FEWROWS_BLOCKS
-#define FEWROWS_BLOCKS 2
-#endif
-#ifndef FEWROWS_CONVERT
-#define FEWROWS_CONVERT 1
-#endif
-constexpr int kAhead = FEWROWS_AHEAD;  // steps that a warp has in flight, 2 KB each
-constexpr int kFewBlocks = FEWROWS_BLOCKS;  // of few warps, on a multiprocessor
+constexpr int kAhead = 2;  // steps that a warp has in flight, 2 KB each
+constexpr int kFewBlocks = 2;        // of few warps, on a multiprocessor
 constexpr int kGroup = 128;      // k that share a scale of FP8
 constexpr int kPitch = 20;       // floats between columns of a warp's sums, so that lanes store to different banks
 constexpr int kMostNamed = 1024;  // rows that name an expert each
-#ifndef FEWROWS_TILES
-#define FEWROWS_TILES 16
-#endif
-constexpr int kMostTiles = FEWROWS_TILES;  // of a thread block
+constexpr int kMostTiles = 16;    // of a thread block, which has at most so many steps of them
+constexpr int kMostSteps = 128;
 
 // Which weight a row takes: there is one; each row names its expert; or rows are sorted, so many of each expert.
 // Warps of a thread block: two blocks share a multiprocessor, or there is room for one.
@@ -132,22 +121,16 @@ __device__ __forceinline__ Rows find_named(const Call& call, int row, int expert
 __device__ __forceinline__ uint32_t twice(uint32_t bfloat16) { return bfloat16 * 0x10001; }
 
 // Eight e2m1 numbers of a word as pairs of the numbers i and i + 4, times 2^-126 and then times `factor`. Exponent and
-// mantissa move into those of bfloat16, where 0.5 is a subnormal number.
+// mantissa move into those of bfloat16, where 0.5 is a subnormal number. A multiplication moves sign and number at once,
+// and not by the unit that is busiest.
 __device__ __forceinline__ void convert_fp4(uint32_t (&pairs)[4], uint32_t word, uint32_t factor) {
   constexpr uint32_t kSigns = 0x80008000, kNumbers = 0x01C001C0;
-#if FEWROWS_CONVERT == 1  // a product moves sign and number at once, and not by the unit that is busiest
   constexpr uint32_t kBoth = kSigns | kNumbers, kMoves = 1 << 12 | 1 << 6;
   uint32_t high = word >> 8;
   pairs[0] = multiply_pairs((word & 0x000F000F) * kMoves & kBoth, factor);
   pairs[1] = multiply_pairs((word & 0x00F000F0) * (kMoves >> 4) & kBoth, factor);
   pairs[2] = multiply_pairs((high & 0x000F000F) * kMoves & kBoth, factor);
   pairs[3] = multiply_pairs((high & 0x00F000F0) * (kMoves >> 4) & kBoth, factor);
-  return;
-#endif
-  pairs[0] = multiply_pairs((word << 12 & kSigns) | (word << 6 & kNumbers), factor);
-  pairs[1] = multiply_pairs((word << 8 & kSigns) | (word << 2 & kNumbers), factor);
-  pairs[2] = multiply_pairs((word << 4 & kSigns) | (word >> 2 & kNumbers), factor);
-  pairs[3] = multiply_pairs((word & kSigns) | (word >> 6 & kNumbers), factor);
 }
 
 // A UE8M0 scale for numbers that are 2^-126 of themselves: a factor for scales up to 2, or a first one that such a scale
@@ -306,19 +289,8 @@ struct Loader {
       else
         scales[i] = scales_of(call, expert, min(row + i * 8, call.n - 1), begin);
     }
-#ifdef FEWROWS_PREFETCH
-    prefetch_steps(0);
-#endif
   }
 
-#ifdef FEWROWS_PREFETCH
-  // Fetches the steps of the next tile into the L2, from its `first` on. Each lane has a row and every other step.
-  __device__ __forceinline__ void prefetch_steps(int first) const {
-    if (left <= 0) return;
-    const uint8_t* from = values[0] + (part & 1 ? values[1] - values[0] : 0);
-    for (int i = first + part / 2; i < end - begin; i += 2) prefetch(from + (i - (step - begin)) * kStepBytes);
-  }
-#endif
 };
 
 // --- products ---------------------------------------------------------------------------------------------------
@@ -473,9 +445,6 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kFewWarps ? kFewBlocks 
 #pragma unroll
     for (int i = 0; i < kAhead; i++)
       if (i < count) loader.load(call, rows.expert, weights[i]);
-#ifdef FEWROWS_PREFETCH
-    if (loader.step > begin) loader.prefetch_steps(loader.step - begin);
-#endif
     if (call.kind == kEach && done == 0) {  // the weights are on their way meanwhile
       rows = find_named(call, blockIdx.y, rows.expert, lane, warp == 0, named);
       if (rows.count == 0) return;

@@ -43,24 +43,23 @@ inline Plan plan_of(Which kind, int rows, int experts, int n, int k, bool fp4, c
   int room = device.shared_of_block - kNamedBytes;
   for (plan.wide = named > 16 ? 4 : named > kColumns ? 2 : 1;; plan.wide /= 2) {
     plan.columns = std::min(rows, plan.wide * kColumns);
-    if (kFewBlocks > 2 && kind != kOne && rows <= experts) plan.columns = std::min(plan.columns, 4);
     if (plan.wide == 1 || shared_bytes(k, kManyWarps / plan.split, plan.split, plan.columns) <= room) break;
   }
+  int most = std::min(kMostTiles, kMostSteps / steps);
   double least = 0;
   for (int warps : {kFewWarps, kManyWarps}) {
     if (warps % plan.split || (warps == kFewWarps && plan.wide > 1)) continue;
     int at_a_time = warps / plan.split, most_blocks = warps == kFewWarps ? kFewBlocks : 1;
-    for (int tiles = at_a_time; tiles <= std::max(kMostTiles, at_a_time); tiles += at_a_time) {
+    for (int tiles = at_a_time; tiles <= std::max(most, at_a_time); tiles += at_a_time) {
       int bytes = shared_bytes(k, tiles, plan.split, plan.columns);
       int blocks = std::min(most_blocks, device.shared_of_multiprocessor / (bytes + kNamedBytes + kKept));
       if (bytes > room || blocks < (warps == kFewWarps ? 2 : 1)) break;
       int across = (all + tiles - 1) / tiles, slots = device.multiprocessors * blocks;
       int64_t waves = (int64_t{across} * plan.down + slots - 1) / slots;
-      double x = std::min(plan.columns, named + (kind != kOne)) * k * 2.0 / (warps * kStepBytes * kTile) / 2;  // the L2 has it: half the time
+      // The L2 has x, which takes half the time.
+      double x = std::min(plan.columns, named + (kind != kOne)) * k * 2.0 / (warps * kStepBytes * kTile) / 2;
       double time = waves * blocks * (kBegins + tiles / at_a_time * ((steps + plan.split - 1) / plan.split) + x) * warps;
-#ifdef FEWROWS_SMALL
-      if (plan.fits && warps != plan.warps) break;
-#endif
+      if (named < kColumns / 2 && plan.fits && warps != plan.warps) break;  // two small blocks are sooner there
       if (plan.fits && time >= least) continue;
       least = time, plan.tiles = tiles, plan.warps = warps, plan.across = across, plan.fits = true;
     }
