@@ -17,7 +17,7 @@ from jax_sparse_mla.launch.triton_call import launching
 from jax_sparse_mla.serving.config import HyperConnections
 from jax_sparse_mla.serving.layers import matmul, normalised, rms_norm, split
 
-_MOST_LINES = 32  # of `with_affine`; the kernels have room for so many
+_FEW_ROWS = 64  # up to which a launch that XLA would make costs as much as what it does
 
 
 class Mixing(NamedTuple):
@@ -67,14 +67,16 @@ def block_input(
         joined, x, *mixing = (streams, *results) if before is None else results
         return joined, x, Mixing(*mixing) if mixing else None
 
-    if not _kernel_serves(streams) or fn.shape[0] > _MOST_LINES:
+    if not _kernel_serves(streams):
         return plain(streams, fn, norm, before)
+    if before is not None and streams.shape[0] > _FEW_ROWS:
+        streams, before = expand_streams(streams, *before), None
     return KernelCall(kernel, plain, name="block_input")(streams, fn, norm, before)
 
 
 def join(streams: jax.Array, out: jax.Array, mixing: Mixing) -> jax.Array:
     """The streams `[T, n, hidden]` after a block with output `[T, hidden]`."""
-    if not _kernel_serves(streams):
+    if streams.shape[0] > _FEW_ROWS or not _kernel_serves(streams):
         return expand_streams(streams, out, mixing)
     kernel = launching("serving.hyper_connections_triton.join")
     return KernelCall(kernel, expand_streams, name="join")(streams, out, mixing)
@@ -82,7 +84,7 @@ def join(streams: jax.Array, out: jax.Array, mixing: Mixing) -> jax.Array:
 
 def _kernel_serves(streams: jax.Array) -> bool:
     rows, n, _ = streams.shape
-    return streams.dtype == jnp.bfloat16 and rows > 0 and not n & (n - 1) and use_triton()
+    return streams.dtype == jnp.bfloat16 and rows > 0 and n == 4 and use_triton()
 
 
 def _block_input(streams, fn, norm, before, config: HyperConnections, norm_eps: float):
