@@ -132,6 +132,13 @@ def join_rows(weights: Sequence[Weight]) -> Weight:
     return runs[0] if len(runs) == 1 else JoinedRows(parts=runs)
 
 
+def in_groups(weight: jax.Array | Quantised, groups: int) -> jax.Array | Quantised:
+    """The weight `[groups * out, in]` as `[groups, out, in]`."""
+    if isinstance(weight, Quantised):
+        weight = weight.with_rows(math.gcd(weight.rows, weight.shape[0] // groups))
+    return jax.tree.map(lambda x: x.reshape(groups, -1, x.shape[-1]), weight)
+
+
 def _join(weights: list[Any]) -> jax.Array | Quantised:
     if isinstance(weights[0], Quantised):
         rows = math.gcd(*(x.rows for x in weights))

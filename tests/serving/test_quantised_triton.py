@@ -19,9 +19,9 @@ from jax_sparse_mla.kv_cache.number_formats import e2m1_times_ue8m0
 from jax_sparse_mla.launch import dispatch, triton_call
 from jax_sparse_mla.launch.describe import Device
 from jax_sparse_mla.serving import quantised, quantised_triton
-from jax_sparse_mla.serving.layers import FEW_ROWS, linear
+from jax_sparse_mla.serving.layers import FEW_ROWS, grouped_linear, linear
 from jax_sparse_mla.serving.moe import experts
-from jax_sparse_mla.serving.quantised import Quantised, WeightFormat, multiplied_out
+from jax_sparse_mla.serving.quantised import Quantised, WeightFormat, in_groups, multiplied_out
 
 BF16 = ml_dtypes.bfloat16
 
@@ -176,3 +176,16 @@ def test_jax_runs_the_kernel(form, rows):
     np.testing.assert_allclose(
         step.compile()(x, chosen, weights, gate_up, down), wanted, atol=0.03 * np.abs(wanted).max()
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, kernel", [(1, "expert_rows"), (8, "expert_rows"), (40, "quantised_product"), (65, "")])
+def test_groups_read_their_own_weight(rows, kernel):
+    """The groups of attention's output: few rows name their group, more are sorted by it, many are one product."""
+    w = in_groups(weight(WeightFormat.FP8, 4 * 256, 512), 4)
+    x = jax.random.normal(jax.random.key(rows), (rows, 4, 512), jnp.bfloat16)
+    step = jax.jit(grouped_linear).lower(x, w)
+    assert kernel in step.as_text() and ("jax_sparse_mla" in step.as_text()) == bool(kernel)
+    wide = np.asarray(multiplied_out(w), np.float64)
+    expected = np.einsum("tgi,goi->tgo", np.asarray(x, np.float64), wide)
+    np.testing.assert_allclose(np.asarray(step.compile()(x, w), np.float64), expected, rtol=2**-7, atol=0.05)
