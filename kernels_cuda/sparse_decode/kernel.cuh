@@ -2,8 +2,8 @@
 //
 // The persistent kernel runs one thread block on each multiprocessor, with two producer and two consumer warpgroups.
 // The cluster kernel serves few rows: a cluster of thread blocks shares each row. In the wide cluster kernel it does so
-// too, and each thread block has the warpgroups of the persistent one. kernels-decode.md explains shared memory, the
-// barriers and the limits.
+// too, and each thread block has the warpgroups of the persistent one. The window kernel serves short rows, each by one
+// thread block. kernels-decode.md explains shared memory, the barriers and the limits.
 
 #pragma once
 
@@ -17,6 +17,7 @@
 #include "rows_bf16.cuh"
 #include "shared.cuh"
 #include "wide.cuh"
+#include "window.cuh"
 
 namespace sparse_decode {
 
@@ -131,6 +132,18 @@ constexpr int shared_bytes() {
   return sizeof(Layout) + 1024;
 }
 
+// Of a format that has it.
+template <Format kFormat>
+__device__ __forceinline__ void attend_window(const Call& call) {
+  if constexpr (kHasWindow<kFormat>) WindowRow<kFormat>(call, shared_memory<WindowShared<kFormat>>()).attend();
+}
+
+template <Format kFormat>
+constexpr int window_bytes() {
+  if constexpr (kHasWindow<kFormat>) return shared_bytes<WindowShared<kFormat>>();
+  return 0;
+}
+
 // The kernels of a format, in a file of their own: nvcc compiles the files side by side.
 #define SPARSE_DECODE_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #define SPARSE_DECODE_KERNELS(name, kFormat)                                                      \
@@ -149,6 +162,9 @@ constexpr int shared_bytes() {
   SPARSE_DECODE_KERNEL name##_wide(const __grid_constant__ Call call) {                           \
     attend_wide<kFormat>(call, shared_memory<WideShared<kFormat>>());                             \
   }                                                                                               \
+  SPARSE_DECODE_KERNEL name##_window(const __grid_constant__ Call call) {                         \
+    attend_window<kFormat>(call);                                                                 \
+  }                                                                                               \
   template <>                                                                                     \
   Kernels kernels_of<kFormat>() {                                                                 \
     constexpr int kBytes = shared_bytes<Shared<kFormat>>();                                       \
@@ -156,7 +172,8 @@ constexpr int shared_bytes() {
             {name##_by_lengths, kBytes},                                                          \
             {name##_few_16, shared_bytes<ClusterShared<kFormat, 16>>()},                          \
             {name##_few_32, shared_bytes<ClusterShared<kFormat, 32>>()},                          \
-            {name##_wide, shared_bytes<WideShared<kFormat>>()}};                                  \
+            {name##_wide, shared_bytes<WideShared<kFormat>>()},                                   \
+            {name##_window, window_bytes<kFormat>()}};                                            \
   }
 
 }  // namespace sparse_decode

@@ -25,6 +25,7 @@ from jax_sparse_mla.attention.hopper.decode_plan import (
     ALWAYS,
     AS_LENGTHS_SAY,
     IN_CLUSTERS,
+    IN_WINDOW,
     NEVER,
     NO_CACHE,
     SCRATCH_OF_BLOCK,
@@ -68,6 +69,15 @@ def few(tile: int, parts: int) -> DecodePlan:
 def wide(parts: int) -> DecodePlan:
     """The wide cluster kernel, with so many thread blocks of a cluster."""
     return DecodePlan(64, parts, IN_CLUSTERS, 0)
+
+
+WINDOW = DecodePlan(64, 1, IN_WINDOW, 0)  # the window kernel
+WINDOW_LAYOUTS = ["V4_FP8", "V41_FP8", "V41_FP8_SPLIT", "V4_BF16"]
+
+
+def window_case(layout: str, seed: int, **setting) -> DecodeCase:
+    """At most 128 columns of one cache."""
+    return case_of(layout, layout, seed, **{"extra": None, "topk": 128} | setting)
 
 
 # A launch of each kind, and the case that it runs.
