@@ -372,6 +372,15 @@ __device__ __forceinline__ void multiply_in_warp(float* d, const uint32_t (&a)[4
 #undef PLACES_32
 #undef PLACES_64
 
+// --- launches ---------------------------------------------------------------------------------------------------
+
+// A launch that may begin before the one ahead of it has ended (programmatic stream serialization) waits here until that
+// has ended and its memory is visible. In other launches this does nothing.
+__device__ __forceinline__ void wait_for_launch_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The launch behind this one may begin, if it is such a launch, once all thread blocks have come here.
+__device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
+
 // --- clusters ---------------------------------------------------------------------------------------------------
 
 // All threads of a cluster arrive, and then wait for the others. Relaxed is enough: `fence_barriers` has released the

@@ -119,6 +119,12 @@ __device__ __forceinline__ void attend_wide(const Call& call, WideShared<kFormat
   }
 }
 
+// What launches ahead have written is there, and a launch behind may come to the multiprocessors that are free.
+__device__ __forceinline__ void begin_launch() {
+  sm90::wait_for_launch_ahead();
+  sm90::let_next_launch_begin();
+}
+
 extern __shared__ uint8_t dynamic_shared[];
 
 template <typename Layout>
@@ -148,21 +154,27 @@ constexpr int window_bytes() {
 #define SPARSE_DECODE_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #define SPARSE_DECODE_KERNELS(name, kFormat)                                                      \
   SPARSE_DECODE_KERNEL name(const __grid_constant__ Call call) {                                  \
+    begin_launch();                                                                               \
     attend<kFormat, false>(call, shared_memory<Shared<kFormat>>());                               \
   }                                                                                               \
   SPARSE_DECODE_KERNEL name##_by_lengths(const __grid_constant__ Call call) {                     \
+    begin_launch();                                                                               \
     attend<kFormat, true>(call, shared_memory<Shared<kFormat>>());                                \
   }                                                                                               \
   SPARSE_DECODE_KERNEL name##_few_16(const __grid_constant__ Call call) {                         \
+    begin_launch();                                                                               \
     PartOfRow<kFormat, 16>(call, shared_memory<ClusterShared<kFormat, 16>>()).attend();           \
   }                                                                                               \
   SPARSE_DECODE_KERNEL name##_few_32(const __grid_constant__ Call call) {                         \
+    begin_launch();                                                                               \
     PartOfRow<kFormat, 32>(call, shared_memory<ClusterShared<kFormat, 32>>()).attend();           \
   }                                                                                               \
   SPARSE_DECODE_KERNEL name##_wide(const __grid_constant__ Call call) {                           \
+    begin_launch();                                                                               \
     attend_wide<kFormat>(call, shared_memory<WideShared<kFormat>>());                             \
   }                                                                                               \
   SPARSE_DECODE_KERNEL name##_window(const __grid_constant__ Call call) {                         \
+    begin_launch();                                                                               \
     attend_window<kFormat>(call);                                                                 \
   }                                                                                               \
   template <>                                                                                     \

@@ -128,14 +128,22 @@ cudaError_t start(Planned planned, const uint64_t* addresses, cudaStream_t strea
     call.tables[i].lengths = reinterpret_cast<const int*>(of_table[2]);
   }
   place_scratch(call, reinterpret_cast<void*>(addresses[kScratch]));
-  cudaLaunchAttribute attribute = clusters_of(planned.parts);
-  if (!planned.parts) attribute.id = cudaLaunchAttributeCooperative, attribute.val.cooperative = planned.waits;
+  cudaLaunchAttribute attributes[2];
+  int count = 0;
+  if (planned.parts) attributes[count++] = clusters_of(planned.parts);
+  if (planned.waits) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
+  } else {  // thread blocks come to free multiprocessors while the launch ahead ends, and wait there
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(planned.grid[0], planned.grid[1], planned.grid[2]);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = planned.what.bytes;
   config.stream = stream;
-  config.attrs = &attribute, config.numAttrs = 1;
+  config.attrs = attributes, config.numAttrs = count;
   return cudaLaunchKernelEx(&config, planned.what.kernel, call);
 }
 
