@@ -118,25 +118,23 @@ struct WindowRow {
     }
   }
 
-  // Starts S = Q Kᵀ of the warpgroup's block.
+  // Starts S = Q Kᵀ of the warpgroup's block for the columns of one half of V; the second half adds to the first.
+  template <int kHalf>
   __device__ __forceinline__ void begin_scores(float (&scores)[32]) const {
     uint64_t q = sm90::by_rows(sm90::shared_address(shared.queries));
     uint64_t k = sm90::by_rows(sm90::shared_address(shared.keys[block]));
     sm90::fence_matrix_reads();
     sm90::begin_products();
 #pragma unroll
-    for (int i = 0; i < Memory::kTiles * 4; i++) {
+    for (int i = kHalf * L::kHalfTiles * 4; i < (kHalf + 1) * L::kHalfTiles * 4; i++) {
       int bytes = i / 4 * kTileBytes + i % 4 * 32;
       sm90::multiply<false>(scores, sm90::advance(q, bytes), sm90::advance(k, bytes), i > 0);
     }
     sm90::commit_products();
   }
 
-  // Scores and weighs the warpgroup's block. The second block's reference follows from the first one's.
-  __device__ __forceinline__ void weigh_block(Statistics& statistics) {
-    float scores[32];
-    begin_scores(scores);
-    sm90::wait_products<0>();
+  // Weighs the warpgroup's block. The second block's reference follows from the first one's.
+  __device__ __forceinline__ void weigh_block(float (&scores)[32], Statistics& statistics) const {
     uint2 valid = *reinterpret_cast<const uint2*>(shared.valid[block]);
     float scale = mask_scores(scores, valid, call.scale_log2), largest[2];
 #pragma unroll
@@ -179,14 +177,21 @@ struct WindowRow {
 #pragma unroll
     for (int r = 0; r < 2; r++)
       sinks[r] = call.sink && tile_row + 8 * r < heads ? call.sink[first_head + tile_row + 8 * r] * kLog2E : -INFINITY;
-    bring(slot, length);
+    bring(static_cast<int>(fresh(slot)), length);  // after the queries
     convert_half<0>();
-    convert_half<1>();
     sm90::wait_copies();
-    __syncthreads();  // keys and queries are there
+    __syncthreads();  // the first half of the keys is there, and what is copied
     bool scores = warpgroup % 2 == 0;
+    float products[32];
     Statistics statistics;
-    if (scores) weigh_block(statistics);
+    if (scores) begin_scores<0>(products);
+    convert_half<1>();
+    __syncthreads();  // the second half is there
+    if (scores) {
+      begin_scores<1>(products);
+      sm90::wait_products<0>();
+      weigh_block(products, statistics);
+    }
     __syncthreads();  // weights are there
 
     float sums[1][64];
