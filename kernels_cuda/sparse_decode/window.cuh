@@ -23,7 +23,8 @@ struct WindowShared {
   float reference[kWindowBlocks][kHeads];           // the base-2 score whose weight is 1, as of this block
   float rescale[kHeads];                            // factors of the first block's sums
   float weight_sums[kWindowBlocks][kHeads];
-  alignas(8) uint8_t valid[kWindowBlocks][kBlock / 8];  // a bit for each key
+  Scales<kFormat> scales[kWindowBlocks * kBlock];
+  uint8_t exists[kWindowBlocks][kBlock];  // of each key
 };
 
 // The work of a thread. Four neighbouring threads bring one key. The first and the third warpgroup score and weigh one
@@ -39,9 +40,6 @@ struct WindowRow {
   int row = blockIdx.y, first_head = blockIdx.x * kHeads, heads = call.heads - first_head;
   int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), warpgroup = warp / 4;
   int part = lane % 4, token = threadIdx.x / 4, block = warpgroup / 2, tile_row = warp % 4 * 16 + lane / 4;
-  const uint8_t* from;  // the key's row
-  Scales<kFormat> scales;
-  uint4 values[L::kFp8Tiles];
 
   __device__ __forceinline__ WindowRow(const Call& call, Memory& shared) : call(call), shared(shared) {}
 
@@ -64,56 +62,48 @@ struct WindowRow {
     return sm90::shared_address(shared.keys[block]) + token % kBlock * 128 + (2 * part ^ token % 8) * 16;
   }
 
-  // Starts the loads and copies of the key. The slot and the length are loaded side by side.
-  __device__ __forceinline__ void bring(int slot, int length) {
+  // Starts the copies of the key. FP8 values wait in the first of the two chunks that the same thread makes of them.
+  __device__ __forceinline__ void bring(int slot) const {
     const Table& table = call.tables[0];
-    if (token >= length) slot = -1;
-    unsigned valid = __reduce_or_sync(~0u, static_cast<unsigned>(is_slot(table, slot)) << lane / 4);
-    if (lane == 0) shared.valid[block][warp % 8] = static_cast<uint8_t>(valid);
+    bool exists = is_slot(table, slot);
     Source source = locate<kFormat>(table, call.places[0], slot);
+    if (part == 0) shared.exists[block][token % kBlock] = exists;
     if constexpr (L::kIsBf16) {
-      bool exists = is_slot(table, slot);
       copy_tiles<0, Memory::kTiles>(exists ? source.row : table.data, exists);
     } else {
-      scales = load_scales(source.scales);
+      if (part == 0)
+        sm90::copy_async_small<Scales<kFormat>::kBytes>(sm90::shared_address(&shared.scales[token]), source.scales);
 #pragma unroll
       for (int tile = 0; tile < L::kFp8Tiles; tile++)
-        values[tile] = __ldg(reinterpret_cast<const uint4*>(source.row + tile * 64 + part * 16));
+        sm90::copy_async(place() + tile * kTileBytes, source.row + tile * 64 + part * 16, true);
       if constexpr (L::kHasRope) copy_tiles<L::kFp8Tiles, 1>(source.row + L::kRopeByte, true);
     }
   }
 
-  __device__ __forceinline__ static Scales<kFormat> load_scales(const uint8_t* at) {
-    using Word = std::conditional_t<kFormat == kV4, uint2, uint4>;
-    static_assert(L::kIsBf16 || sizeof(Word) == sizeof(Scales<kFormat>));
-    Word word = __ldg(reinterpret_cast<const Word*>(at));
-    return reinterpret_cast<const Scales<kFormat>&>(word);
-  }
-
   template <int kFirst, int kCount>
-  __device__ __forceinline__ void copy_tiles(const uint8_t* at, bool exists) const {
+  __device__ __forceinline__ void copy_tiles(const uint8_t* from, bool exists) const {
     uint32_t to = place() + kFirst * kTileBytes;
-    at += part * 32;
+    from += part * 32;
 #pragma unroll
     for (int tile = 0; tile < kCount; tile++) {
-      sm90::copy_async(to + tile * kTileBytes, at + tile * 128, exists);
-      sm90::copy_async((to ^ 16) + tile * kTileBytes, at + tile * 128 + 16, exists);
+      sm90::copy_async(to + tile * kTileBytes, from + tile * 128, exists);
+      sm90::copy_async((to ^ 16) + tile * kTileBytes, from + tile * 128 + 16, exists);
     }
   }
 
-  // Converts half of the columns.
+  // Converts half of the columns, which were copied. A loop is less code to fetch, and the warps hide its latency.
   template <int kHalf>
   __device__ __forceinline__ void convert_half() const {
     if constexpr (!L::kIsBf16) {
-      const HalfScales<kFormat> of_half(scales, kHalf, part);
-      uint32_t to = place();
-#pragma unroll
-      for (int i = 0; i < L::kHalfTiles; i++) {
-        int tile = kHalf * L::kHalfTiles + i;
-        if (tile >= L::kFp8Tiles) break;
-        auto scale = of_half.of_tile(i);
-        convert<kFormat>(values[tile].x, values[tile].y, scale, to + tile * kTileBytes);
-        convert<kFormat>(values[tile].z, values[tile].w, scale, (to ^ 16) + tile * kTileBytes);
+      constexpr int kFirst = kHalf * L::kHalfTiles, kLast = kHalf ? L::kFp8Tiles : L::kHalfTiles;
+      const HalfScales<kFormat> of_half(shared.scales[token], kHalf, part);
+      uint32_t to = place() + kFirst * kTileBytes;
+#pragma unroll 1
+      for (int tile = 0; tile < kLast - kFirst; tile++, to += kTileBytes) {
+        uint4 x = sm90::load(to);
+        auto scale = of_half.of_tile(tile);
+        convert<kFormat>(x.x, x.y, scale, to);
+        convert<kFormat>(x.z, x.w, scale, to ^ 16);
       }
     }
   }
@@ -135,7 +125,7 @@ struct WindowRow {
 
   // Weighs the warpgroup's block. The second block's reference follows from the first one's.
   __device__ __forceinline__ void weigh_block(float (&scores)[32], Statistics& statistics) const {
-    uint2 valid = *reinterpret_cast<const uint2*>(shared.valid[block]);
+    uint2 valid = {__ballot_sync(~0u, shared.exists[block][lane]), __ballot_sync(~0u, shared.exists[block][lane + 32])};
     float scale = mask_scores(scores, valid, call.scale_log2), largest[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -171,15 +161,17 @@ struct WindowRow {
   __device__ __forceinline__ void attend() {
     const Table& table = call.tables[0];
     int slot = token < table.topk ? __ldg(table.indices + row * table.stride + token) : -1;
-    int length = given_length(table, row);
+    int length = given_length(table, row);  // loaded beside the slot
     copy_queries();
+    __syncwarp();  // so that the compiler does not let these copies wait for the slot
+    bring(token < length ? slot : -1);
     float sinks[2];
 #pragma unroll
     for (int r = 0; r < 2; r++)
       sinks[r] = call.sink && tile_row + 8 * r < heads ? call.sink[first_head + tile_row + 8 * r] * kLog2E : -INFINITY;
-    bring(static_cast<int>(fresh(slot)), length);  // after the queries
-    convert_half<0>();
     sm90::wait_copies();
+    __syncwarp();
+    convert_half<0>();
     __syncthreads();  // the first half of the keys is there, and what is copied
     bool scores = warpgroup % 2 == 0;
     float products[32];

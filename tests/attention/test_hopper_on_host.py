@@ -188,13 +188,13 @@ NEEDED = {
         "sm90::wait_for_sent(&shared.values_full, 0);",
     ],
     "window.cuh": [
-        "__syncthreads();  // keys and queries are there",
+        "__syncthreads();  // the first half of the keys is there, and what is copied",
+        "__syncthreads();  // the second half is there",
         "__syncthreads();  // weights are there",
         "__syncthreads();  // sums of weights are there",
         "sm90::sync_threads(kScoreBarrier, 256);",
         "sm90::wait_copies();",
         "rescale_sums(sums, rescale[0], rescale[1]);",
-        "if (token >= length) slot = -1;",
     ],
     "cluster.cuh": [
         "sm90::wait_cluster();  // all barriers are initialised\n",

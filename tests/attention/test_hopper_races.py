@@ -62,6 +62,8 @@ ORDERS = [
     ("wide.cuh", "sm90::release_in_cluster();", "sm90::arrive_in_cluster();", "wide cluster"),
     ("wide.cuh", "sm90::wait_for_sent(&shared.statistics_full, 0);", "", "wide cluster"),
     ("wide.cuh", "sm90::wait_for_sent(&shared.values_full, 0);", "", "wide cluster"),
+    ("window.cuh", "sm90::sync_threads(kScoreBarrier, 256);", "", "window"),
+    ("window.cuh", "__syncthreads();  // sums of weights are there", "", "window"),
     ("cluster.cuh", "sm90::wait_for_sent(&shared.units_full, 0);", "", "cluster of 32 heads"),
     ("cluster.cuh", "__syncthreads();\n      weigh();", "weigh();", "cluster of 32 heads"),
 ]
