@@ -24,6 +24,13 @@ namespace sparse_decode {
 // Registers of a thread in each role. A multiprocessor has 4 x 128 for one thread of each of the four warpgroups.
 constexpr int kKeyRegisters = 64, kAttendRegisters = 192;
 
+// Stands before the first read of what launches ahead have written, and lets a launch behind begin: its thread blocks
+// come to multiprocessors that are free, and wait there.
+__device__ __forceinline__ void begin_launch() {
+  sm90::wait_for_launch_ahead();
+  sm90::let_next_launch_begin();
+}
+
 // Each warp initialises its part of the barriers; one thread would take 2,000 clocks for all.
 template <Format kFormat>
 __device__ __forceinline__ void init_barriers(Shared<kFormat>& shared, int warp) {
@@ -56,6 +63,7 @@ template <Format kFormat, bool kByLengths>
 __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared) {
   int tile = blockIdx.x % call.tiles, warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
   if (unsigned thread = fresh(threadIdx.x); thread % 32 == 0) init_barriers(shared, thread / 32);
+  begin_launch();
   static_assert(sizeof(Planning) <= sizeof(shared.keys));
   Planning& planning = reinterpret_cast<Planning&>(shared.keys);
   plan_piece<kByLengths>(call, planning, shared.plan, blockIdx.x / call.tiles);
@@ -89,6 +97,7 @@ template <Format kFormat>
 __device__ __forceinline__ void attend_wide(const Call& call, WideShared<kFormat>& shared) {
   int tile = blockIdx.y, row = blockIdx.z, warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
   if (unsigned thread = fresh(threadIdx.x); thread % 32 == 0) init_barriers<kFormat>(shared, thread / 32);
+  begin_launch();
   int blocks = lengths_of(call, row).blocks();
   if (threadIdx.x == 0) {
     sm90::init(&shared.statistics_full, 1), sm90::init(&shared.values_full, 1);
@@ -117,12 +126,6 @@ __device__ __forceinline__ void attend_wide(const Call& call, WideShared<kFormat
     }
     add_parts(call, shared, tile);
   }
-}
-
-// What launches ahead have written is there, and a launch behind may come to the multiprocessors that are free.
-__device__ __forceinline__ void begin_launch() {
-  sm90::wait_for_launch_ahead();
-  sm90::let_next_launch_begin();
 }
 
 extern __shared__ uint8_t dynamic_shared[];
@@ -154,11 +157,9 @@ constexpr int window_bytes() {
 #define SPARSE_DECODE_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #define SPARSE_DECODE_KERNELS(name, kFormat)                                                      \
   SPARSE_DECODE_KERNEL name(const __grid_constant__ Call call) {                                  \
-    begin_launch();                                                                               \
     attend<kFormat, false>(call, shared_memory<Shared<kFormat>>());                               \
   }                                                                                               \
   SPARSE_DECODE_KERNEL name##_by_lengths(const __grid_constant__ Call call) {                     \
-    begin_launch();                                                                               \
     attend<kFormat, true>(call, shared_memory<Shared<kFormat>>());                                \
   }                                                                                               \
   SPARSE_DECODE_KERNEL name##_few_16(const __grid_constant__ Call call) {                         \
@@ -170,7 +171,6 @@ constexpr int window_bytes() {
     PartOfRow<kFormat, 32>(call, shared_memory<ClusterShared<kFormat, 32>>()).attend();           \
   }                                                                                               \
   SPARSE_DECODE_KERNEL name##_wide(const __grid_constant__ Call call) {                           \
-    begin_launch();                                                                               \
     attend_wide<kFormat>(call, shared_memory<WideShared<kFormat>>());                             \
   }                                                                                               \
   SPARSE_DECODE_KERNEL name##_window(const __grid_constant__ Call call) {                         \
