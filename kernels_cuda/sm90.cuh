@@ -235,6 +235,15 @@ __device__ __forceinline__ void store(uint32_t to, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
+__device__ __forceinline__ uint4 load(uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
 // Stores four 8 x 8 matrices of 16-bit values. Lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
@@ -371,6 +380,15 @@ __device__ __forceinline__ void multiply_in_warp(float* d, const uint32_t (&a)[4
 #undef PLACES_16
 #undef PLACES_32
 #undef PLACES_64
+
+// --- launches ---------------------------------------------------------------------------------------------------
+
+// A launch that may begin before the one ahead of it has ended (programmatic stream serialization) waits here until that
+// has ended and its memory is visible. In other launches this does nothing.
+__device__ __forceinline__ void wait_for_launch_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The launch behind this one may begin, if it is such a launch, once all thread blocks have come here.
+__device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // --- clusters ---------------------------------------------------------------------------------------------------
 
