@@ -21,9 +21,7 @@ from jax_sparse_mla.launch.describe import Executor, Launch, Output
 
 STREAMS = 4  # of a model that the kernels serve
 WIDE = 32  # columns of the sums: products with the weights, then the sum of squares
-FEW_ROWS = 64  # up to which a program has one stream alone, to fill the device
-FEW = {"BLOCK_T": 16, "BLOCK_H": 64, "LOOP_H": 1, "LOOP_N": 1, "num_warps": 4}
-MANY = {"BLOCK_T": 32, "BLOCK_H": 64, "LOOP_H": 4, "LOOP_N": STREAMS, "num_warps": 8}
+BLOCK_T, BLOCK_H = 16, 64  # rows and channels of a program; more of them take more registers than there are
 
 
 @triton.jit
@@ -42,43 +40,36 @@ def mix_kernel(
     WIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    LOOP_H: tl.constexpr,  # blocks of channels of a program
-    LOOP_N: tl.constexpr,  # streams of a program, one or all
 ):
+    """A program has some rows and channels of one stream."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    part = tl.program_id(1) // (N // LOOP_N)
-    first = tl.program_id(1) % (N // LOOP_N)
-    live, m = t < rows, tl.arange(0, WIDE)
-    products = tl.zeros([BLOCK_T, WIDE], tl.float32)
-    squares = tl.zeros([BLOCK_T], tl.float32)
-    for step in tl.range(LOOP_H * LOOP_N):  # unrolled, it would take more registers than there are
-        h = (part * LOOP_H + step // LOOP_N) * BLOCK_H + tl.arange(0, BLOCK_H)
-        j = first + step % LOOP_N
-        inside = live[:, None] & (h < hidden)[None, :]
-        at = t[:, None] * N * hidden + h[None, :]
-        if out_ptr is None:
-            x = tl.load(streams_ptr + at + j * hidden, mask=inside, other=0.0)
-        else:
-            out = tl.load(out_ptr + t[:, None] * hidden + h[None, :], mask=inside, other=0.0).to(tl.float32)
-            mixed = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
-            for i in tl.static_range(N):
-                comb = tl.load(comb_ptr + t * (N * N) + i * N + j, mask=live, other=0.0).to(tl.bfloat16).to(tl.float32)
-                old = tl.load(streams_ptr + at + i * hidden, mask=inside, other=0.0).to(tl.float32)
-                mixed += comb[:, None] * old
-            post = tl.load(post_ptr + t * N + j, mask=live, other=0.0).to(tl.bfloat16).to(tl.float32)
-            added = (post[:, None] * out).to(tl.bfloat16).to(tl.float32)
-            x = (added + mixed.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
-            tl.store(joined_ptr + at + j * hidden, x, mask=inside)
-        if fn_ptr is not None:
-            weights = m[None, :] * (N * hidden) + j * hidden + h[:, None]
-            rest = tl.load(fn_ptr + weights, mask=(m < M)[None, :] & (h < hidden)[:, None], other=0.0)
-            for _ in tl.static_range(3):
-                piece = rest.to(tl.bfloat16)
-                products = tl.dot(x, piece, products)
-                rest = rest - piece.to(tl.float32)
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
+    h, j = tl.program_id(1) // N * BLOCK_H + tl.arange(0, BLOCK_H), tl.program_id(1) % N
+    live, inside = t < rows, (t < rows)[:, None] & (h < hidden)[None, :]
+    at = t[:, None] * N * hidden + h[None, :]
     if fn_ptr is not None:
+        m = tl.arange(0, WIDE)
+        weights = m[None, :] * (N * hidden) + j * hidden + h[:, None]
+        rest = tl.load(fn_ptr + weights, mask=(m < M)[None, :] & (h < hidden)[:, None], other=0.0)
+    if out_ptr is None:
+        x = tl.load(streams_ptr + at + j * hidden, mask=inside, other=0.0)
+    else:
+        out = tl.load(out_ptr + t[:, None] * hidden + h[None, :], mask=inside, other=0.0).to(tl.float32)
+        mixed = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+        for i in tl.static_range(N):
+            comb = tl.load(comb_ptr + t * (N * N) + i * N + j, mask=live, other=0.0).to(tl.bfloat16).to(tl.float32)
+            mixed += comb[:, None] * tl.load(streams_ptr + at + i * hidden, mask=inside, other=0.0).to(tl.float32)
+        post = tl.load(post_ptr + t * N + j, mask=live, other=0.0).to(tl.bfloat16).to(tl.float32)
+        added = (post[:, None] * out).to(tl.bfloat16).to(tl.float32)
+        x = (added + mixed.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
+        tl.store(joined_ptr + at + j * hidden, x, mask=inside)
+    if fn_ptr is not None:
+        products = tl.zeros([BLOCK_T, WIDE], tl.float32)
+        for _ in tl.static_range(3):
+            piece = rest.to(tl.bfloat16)
+            products = tl.dot(x, piece, products)
+            rest = rest - piece.to(tl.float32)
+        wide = x.to(tl.float32)
+        squares = tl.sum(wide * wide, 1)
         to = sums_ptr + (t[:, None] * tl.num_programs(1) + tl.program_id(1)) * WIDE + m[None, :]
         tl.store(to, tl.where(m[None, :] == M, squares[:, None], products), mask=live[:, None])
 
@@ -105,7 +96,7 @@ def input_kernel(
 ):
     """A row's input, by the programs of axis 1 that are 0; by those that are 1, post and comb."""
     row = tl.program_id(0).to(tl.int64)
-    s, i, j, m = tl.arange(0, PARTS), tl.arange(0, N), tl.arange(0, N), tl.arange(0, WIDE)
+    s, j, m = tl.arange(0, PARTS), tl.arange(0, N), tl.arange(0, WIDE)
     affine_ptr = fn_ptr + M * N * hidden
     sums_ptr += row * parts * WIDE
     some = (s < parts)[:, None]
@@ -137,23 +128,37 @@ def input_kernel(
             post = tl.sum(tl.load(sums_ptr + s[:, None] * WIDE + N + j[None, :], mask=some, other=0.0), 0) * inverse
             post = post * tl.load(affine_ptr + M + 1) + tl.load(affine_ptr + N + j)
             tl.store(post_ptr + row * N + j, 2 / (1 + tl.exp(-post)))
-            place = 2 * N + i[:, None] * N + j[None, :]
-            comb = tl.load(sums_ptr + s[:, None, None] * WIDE + place[None], mask=some[:, :, None], other=0.0)
-            comb = tl.sum(comb, 0) * inverse * tl.load(affine_ptr + M + 2) + tl.load(affine_ptr + place)
-            comb = _doubly_stochastic(comb, eps, ITERATIONS)
-            tl.store(comb_ptr + row * N * N + i[:, None] * N + j[None, :], comb)
+            scale, to = tl.load(affine_ptr + M + 2), comb_ptr + row * N * N + j
+            at = sums_ptr + s[:, None] * WIDE + 2 * N + j[None, :]
+            first = tl.sum(tl.load(at, mask=some, other=0.0), 0) * inverse * scale
+            second = tl.sum(tl.load(at + N, mask=some, other=0.0), 0) * inverse * scale
+            third = tl.sum(tl.load(at + 2 * N, mask=some, other=0.0), 0) * inverse * scale
+            fourth = tl.sum(tl.load(at + 3 * N, mask=some, other=0.0), 0) * inverse * scale
+            base = affine_ptr + 2 * N + j
+            first = _softmax(first + tl.load(base)) + eps
+            second = _softmax(second + tl.load(base + N)) + eps
+            third = _softmax(third + tl.load(base + 2 * N)) + eps
+            fourth = _softmax(fourth + tl.load(base + 3 * N)) + eps
+            # Columns and lines in turn over their sums, columns first and last. A line is a vector, so columns are
+            # summed without an exchange between threads.
+            for step in range(ITERATIONS):
+                if step > 0:
+                    first = first / (tl.sum(first, 0) + eps)
+                    second = second / (tl.sum(second, 0) + eps)
+                    third = third / (tl.sum(third, 0) + eps)
+                    fourth = fourth / (tl.sum(fourth, 0) + eps)
+                share = 1 / (first + second + third + fourth + eps)
+                first, second, third, fourth = first * share, second * share, third * share, fourth * share
+            tl.store(to, first)
+            tl.store(to + N, second)
+            tl.store(to + 2 * N, third)
+            tl.store(to + 3 * N, fourth)
 
 
 @triton.jit
-def _doubly_stochastic(x, eps, ITERATIONS: tl.constexpr):
-    """Softmax of each line; then columns and lines in turn over their sums, columns first and last. eps is added."""
-    x = tl.exp(x - tl.max(x, 1)[:, None])
-    x = x / tl.sum(x, 1)[:, None] + eps
-    x = x / (tl.sum(x, 0)[None, :] + eps)
-    for _ in range(ITERATIONS - 1):
-        x = x / (tl.sum(x, 1)[:, None] + eps)
-        x = x / (tl.sum(x, 0)[None, :] + eps)
-    return x
+def _softmax(x):
+    x = tl.exp(x - tl.max(x, 0))
+    return x / tl.sum(x, 0)
 
 
 def join(execute: Executor, streams, out, post, comb) -> Any:
@@ -167,30 +172,36 @@ def block_input(
     """A block's input after its norm `[rows, hidden]`; where fn is no head's, also post and comb, as
     `hyper_connections.collapse_streams` has them. With `joined`, which are out, post and comb of the block before, the
     streams after that block come first."""
-    (rows, n, hidden), m = streams.shape, fn.shape[0] - 1
     after, sums = _mix(execute, streams, joined or (None, None, None), fn)
-    outputs, mixes, parts = [Output((rows, hidden), "bfloat16"), None, None], m > n, sums.shape[1]
+    streams, options = streams if after is None else after, {"norm_eps": norm_eps, "eps": eps, "iterations": iterations}
+    return *([] if after is None else [after]), *input_of_sums(execute, streams, fn, norm, sums, **options)
+
+
+def input_of_sums(
+    execute: Executor, streams, fn, norm, sums, *, norm_eps: float, eps: float, iterations: int
+) -> tuple[Any, ...]:
+    """As `block_input`, of sums float32 `[rows, parts, 32]` of parts of the channels."""
+    (rows, n, hidden), m, parts = streams.shape, fn.shape[0] - 1, sums.shape[1]
+    outputs, mixes = [Output((rows, hidden), "bfloat16"), None, None], m > n
     if mixes:
         outputs[1:] = Output((rows, n), "float32"), Output((rows, n, n), "float32")
     constants = {"N": n, "M": m, "ITERATIONS": iterations, "WIDE": WIDE, "PARTS": triton.next_power_of_2(parts)}
     constants |= {"BLOCK": triton.next_power_of_2(hidden), "num_warps": 8}
     scalars = hidden, parts, norm_eps, eps
     launch = Launch(input_kernel, "hyper_connections_input", (rows, 1 + mixes), scalars, outputs, constants)
-    results = execute(launch, (streams if after is None else after, sums, fn, norm))
-    return *([] if after is None else [after]), *results[: 3 if mixes else 1]
+    return execute(launch, (streams, sums, fn, norm))[: 3 if mixes else 1]
 
 
 def _mix(execute: Executor, streams, joined, fn) -> tuple[Any, Any]:
     """The streams after the block before, and the sums; each None where it is not wanted."""
     (rows, n, hidden), m = streams.shape, 0 if fn is None else fn.shape[0] - 1
-    options = FEW if rows <= FEW_ROWS else MANY
-    parts = triton.cdiv(hidden, options["BLOCK_H"] * options["LOOP_H"]) * n // options["LOOP_N"]
+    parts = n * triton.cdiv(hidden, BLOCK_H)
     outputs = [
         None if joined[0] is None else Output(streams.shape, "bfloat16"),
         None if fn is None else Output((rows, parts, WIDE), "float32"),
     ]
-    constants = {"N": n, "M": m, "WIDE": WIDE} | options
-    grid = triton.cdiv(rows, options["BLOCK_T"]), parts
+    constants = {"N": n, "M": m, "WIDE": WIDE, "BLOCK_T": BLOCK_T, "BLOCK_H": BLOCK_H, "num_warps": 4}
+    grid = triton.cdiv(rows, BLOCK_T), parts
     return execute(
         Launch(mix_kernel, "hyper_connections_mix", grid, (rows, hidden), outputs, constants), (streams, *joined, fn)
     )

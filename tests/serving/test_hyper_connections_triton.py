@@ -70,6 +70,22 @@ def test_block_input(rows, hidden, head, joined, norm):
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("head", [False, True])
+def test_input_of_sums(head):
+    """Of many rows XLA makes the sums, of three bfloat16 numbers for each weight."""
+    streams, fn, norm, _ = given(9, 384, head, scale=3.0)
+    sums = hyper_connections._sums(streams, fn)
+    exact = np.asarray(streams, np.float64).reshape(9, -1) @ np.asarray(fn[:-1], np.float64).T
+    np.testing.assert_allclose(sums[:, 0, : exact.shape[1]], exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+    _, x, mixing = hyper_connections.block_input(streams, fn, norm, config=CONFIG, norm_eps=NORM_EPS)
+    arrays = [tensor(x) for x in (streams, fn, norm, sums)]
+    constants = {"norm_eps": NORM_EPS, "eps": CONFIG.eps, "iterations": CONFIG.iterations}
+    found = hyper_connections_triton.input_of_sums(executor(arrays[0].device), *arrays, **constants)
+    for name, mine, theirs in zip(("x", "post", "comb"), found, (x, *(mixing or ()))):
+        compare(mine.float().cpu(), theirs, name)
+
+
+@pytest.mark.torch
 def test_join():
     streams, _, _, (out, mixing) = given(5, 300)
     arrays = [tensor(x) for x in jax.tree.leaves((streams, out, mixing))]
