@@ -1,0 +1,493 @@
+// Rows sorted by expert times their experts' weights, as checkpoints store them (stored_weights.cuh), on SM90: many rows of
+// an expert, so that tensor cores and the copies of weights both have to be kept busy.
+//
+// A weight is the first operand of a warpgroup's products and comes from registers, rows of x are the second one's columns
+// and come from shared memory. So the sums of a tile are [rows of the weight, rows of x], and few rows of x make narrow
+// products. A thread block computes one tile after the other. Two producer threads copy tiles into rings of shared memory:
+// one the bytes of weights, 128 of each row in a step, the other x, 64 columns at a time. Two consumer warpgroups have a
+// half each of the weight's rows. What the next products need becomes bfloat16 while those before are under way, so there
+// are two sets of converted operands.
+//
+// Where time goes, in cycles of a quarter of a multiprocessor. A warp's operand has 8 numbers for each lane: with N columns
+// its product takes N / 2. To convert it takes 12 (FP4) or 16 (FP8) instructions of the integer units, which take 2 cycles
+// each, 8 or 4 integer products, 2 each, which go beside, and 4 products of pairs: with loads and scales about 28 of 4
+// bytes a lane (FP4). So tensor cores can be busy from 64 columns on, and with few columns conversion can keep up with
+// 128 B / 28 a quarter, 18 B a multiprocessor and 4.2 TB/s of an H200 at 1.75 GHz.
+//
+// Scales of FP4 multiply the numbers, which is exact; those of FP8 multiply the sums over 128 columns. A tile's sums are
+// made in the same order, however many rows it has: a row's result does not depend on the other rows of the call.
+
+#pragma once
+
+#include "../sm90.cuh"
+#include "../stored_weights.cuh"
+
+namespace expert_tiles {
+
+using namespace sm90;
+using namespace stored_weights;
+
+constexpr int kLine = 128;     // bytes of a row that a copied tile has
+constexpr int kXStep = 64;     // k of a tile of x
+constexpr int kGrain = 16;     // columns of a product, and rows of a copied box of x, are a multiple
+constexpr int kTogether = 8;   // tiles of columns that read the same tile of a weight one beside the other
+constexpr int kMostExperts = 1024;
+constexpr int kConsumers = 256, kThreads = kConsumers + 128;
+constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;  // of 168 that each thread begins with
+constexpr int kRoom = 216 << 10;  // for both rings
+
+struct Call {
+  CUtensorMap weights, x;  // tiles of 128 bytes of `out` rows, or of kGrain
+  const uint8_t* scales;   // UE8M0 [experts, n, k / 32] of FP4, else [experts, n >> scale_shift, k / 128], or float32
+  const int* sizes;        // [experts], rows of each, or null: there is one, and all are its
+  void* out;               // bfloat16 or float32 [rows, n]
+  int rows, experts, n, k;
+  int scale_shift;  // 2^scale_shift rows share a scale
+  bool float_scales, float_out;
+};
+
+// A kernel's numbers, how many tiles of 64 rows of a weight a consumer warpgroup has, and the most columns of a product.
+template <bool kFp4_, int kTall_, int kMost_>
+struct Shape {
+  static constexpr bool kFp4 = kFp4_;
+  static constexpr int kTall = kTall_, kMost = kMost_, kOut = 128 * kTall;
+  static constexpr int kStep = kFp4 ? 2 * kLine : kLine;  // k of a step
+  static constexpr int kSlotsOfStep = kStep / kXStep;
+  static constexpr int kStepBytes = kOut * kLine, kSlotBytes = kMost * kLine;
+  static constexpr int kSteps = (kMost <= 64 ? 128 : kMost <= 128 ? 96 : 64) * 1024 / kStepBytes;  // of the ring
+  static constexpr int kSlots = (kRoom - kSteps * kStepBytes) / kSlotBytes < 16
+                                    ? (kRoom - kSteps * kStepBytes) / kSlotBytes : 16;
+};
+
+template <typename Shape>
+struct Shared {
+  uint8_t weights[Shape::kSteps][Shape::kStepBytes];
+  uint8_t x[Shape::kSlots][Shape::kSlotBytes];
+  Barrier full_weights[Shape::kSteps], free_weights[Shape::kSteps], full_x[Shape::kSlots], free_x[Shape::kSlots];
+  int first[kMostExperts + 1], begin[kMostExperts + 1];  // each expert's first tile, and its first row of x
+};
+
+template <typename Shape>
+constexpr int kSharedBytes = sizeof(Shared<Shape>) + 1024;  // tiles begin at multiples of 1024 bytes
+
+// How tiles of 128 bytes of some rows of a matrix are copied: sizes, and strides in bytes, of the axes after a line's bytes.
+struct Lines {
+  const void* data;
+  int64_t sizes[2], strides[2];
+  int tile[2];
+};
+
+inline Lines lines_of(const void* data, int64_t rows, int64_t row_bytes, int tile) {
+  return {data, {rows, row_bytes / kLine}, {row_bytes, kLine}, {tile, 1}};
+}
+
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+__host__ __device__ constexpr int divided_up(int x, int by) { return (x + by - 1) / by; }
+
+// A place in a ring: the next tile's, and the parity of the phase in which it is filled.
+template <int kCount>
+struct Place {
+  int at = 0, phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++at == kCount) at = 0, phase ^= 1;
+  }
+};
+
+// --- the work ---------------------------------------------------------------------------------------------------
+
+// Fills `first` and `begin`; one warp calls it.
+template <typename Shape>
+__device__ void count_tiles(const Call& call, Shared<Shape>& shared) {
+  int lane = threadIdx.x % 32, outs = divided_up(call.n, Shape::kOut), tiles = 0, rows = 0;
+#pragma unroll 4
+  for (int from = 0; from < call.experts; from += 32) {
+    int expert = from + lane, size = 0;
+    if (expert < call.experts) size = call.sizes ? max(__ldg(call.sizes + expert), 0) : call.rows;
+    int count = divided_up(size, Shape::kMost) * outs, sum = count, end = size;
+    for (int step = 1; step < 32; step *= 2) {
+      int before = __shfl_up_sync(~0u, sum, step), rows_before = __shfl_up_sync(~0u, end, step);
+      if (lane >= step) sum += before, end += rows_before;
+    }
+    if (expert < call.experts) shared.first[expert] = tiles + sum - count, shared.begin[expert] = rows + end - size;
+    tiles += __shfl_sync(~0u, sum, 31), rows += __shfl_sync(~0u, end, 31);
+  }
+  if (lane == 0) shared.first[call.experts] = tiles, shared.begin[call.experts] = rows;
+}
+
+// Rows `out` and on of an expert's weight, and `count` rows of x from `row` on.
+struct Tile {
+  int expert, out, row, count;
+
+  // As many columns as the tile's products have.
+  __device__ __forceinline__ int columns() const { return divided_up(count, kGrain) * kGrain; }
+};
+
+// Tiles are counted expert by expert. An expert's rows of x are parts of about one size; those of up to kTogether parts
+// read the same tile of the weight one after the other, so that the L2 has it, and both fit into it.
+template <typename Shape>
+__device__ __forceinline__ Tile find_tile(const Call& call, const Shared<Shape>& shared, int index) {
+  int low = 0, high = call.experts;  // the last expert whose first tile is not behind: it has rows
+  while (high - low > 1) {
+    int middle = (low + high) / 2;
+    (shared.first[middle] <= index ? low : high) = middle;
+  }
+  int begin = shared.begin[low], size = shared.begin[low + 1] - begin, rest = index - shared.first[low];
+  int parts = divided_up(size, Shape::kMost), part_rows = divided_up(divided_up(size, parts), kGrain) * kGrain;
+  int whole = kTogether * divided_up(call.n, Shape::kOut), group = rest / whole;
+  rest -= group * whole;
+  int together = min(kTogether, parts - group * kTogether), out = rest / together;
+  int row = (group * kTogether + rest - out * together) * part_rows;
+  return {low, out * Shape::kOut, begin + row, max(min(part_rows, size - row), 0)};
+}
+
+template <typename Shape, typename Do>
+__device__ __forceinline__ void for_each_tile(const Call& call, const Shared<Shape>& shared, Do what) {
+  int tiles = shared.first[call.experts];
+  for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+    Tile tile = find_tile(call, shared, index);
+    if (tile.count) what(tile);
+  }
+}
+
+// One thread copies the weights of all tiles.
+template <typename Shape>
+__device__ void copy_weights(const Call& call, Shared<Shape>& shared) {
+  Place<Shape::kSteps> place;
+  for_each_tile(call, shared, [&](const Tile& tile) {
+    for (int step = 0; step < call.k / Shape::kStep; step++, place.advance()) {
+      Barrier* full = &shared.full_weights[place.at];
+      wait(&shared.free_weights[place.at], place.phase ^ 1);
+      expect(full, Shape::kStepBytes);
+      copy_box(shared.weights[place.at], call.weights, tile.expert * call.n + tile.out, step, full);
+    }
+  });
+}
+
+// One thread copies x.
+template <typename Shape>
+__device__ void copy_x(const Call& call, Shared<Shape>& shared) {
+  Place<Shape::kSlots> place;
+  for_each_tile(call, shared, [&](const Tile& tile) {
+    int columns = tile.columns();
+    for (int step = 0; step < call.k / kXStep; step++, place.advance()) {
+      Barrier* full = &shared.full_x[place.at];
+      wait(&shared.free_x[place.at], place.phase ^ 1);
+      expect(full, columns * kLine);
+      for (int i = 0; i < columns; i += kGrain)
+        copy_box(shared.x[place.at] + i * kLine, call.x, tile.row + i, step, full);
+    }
+  });
+}
+
+// --- numbers ----------------------------------------------------------------------------------------------------
+
+// A lane's two e2m1 numbers of eight in a word, those of byte lane % 4, times 2^-126 and then times `factor`. The products
+// put copies of the byte where both numbers' signs, and then the rest, are in their places.
+__device__ __forceinline__ uint32_t convert_fp4(uint32_t word, uint32_t selector, uint32_t factor) {
+  uint32_t byte = permute(word, 0, selector);
+  return multiply_pairs((byte * 0x01001000u & kSigns) | (byte * 0x00040040u & kFp4Numbers), factor);
+}
+__device__ __forceinline__ uint32_t selector_of_fp4(int part) { return 0x4440 + part; }
+
+// A lane's two e4m3 numbers of eight, each first as both bytes of its half. NaN becomes 480, the largest; `largest` shows it.
+__device__ __forceinline__ uint32_t convert_fp8(uint32_t low, uint32_t high, uint32_t selector, uint32_t& largest) {
+  uint32_t doubled = permute(low, high, selector), numbers = doubled * 16 & kFp8Numbers;
+  largest = larger_pairs(largest, numbers);
+  return multiply_pairs((doubled & kSigns) | numbers, k2To120);
+}
+__device__ __forceinline__ uint32_t selector_of_fp8(int part) { return 0x1100 + 0x2222 * part; }
+
+__device__ __forceinline__ bool has_nan(uint32_t largest) {
+  return (largest & 0xFFFF) == (kFp8Numbers & 0xFFFF) || largest >> 16 == kFp8Numbers >> 16;
+}
+
+// --- products ---------------------------------------------------------------------------------------------------
+
+// The rows of a weight that a lane has of a tile: rows 64 m + 8 i further than the first one, i = 0 and 1.
+template <typename Shape>
+struct Lane {
+  static constexpr int kTall = Shape::kTall;
+  int row, part;  // the first row; which of the four lanes that share a row
+  uint32_t selector;
+
+  __device__ __forceinline__ Lane() {
+    int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+    row = warp / 4 * (64 * kTall) + warp % 4 * 16 + lane / 4, part = lane % 4;
+    selector = Shape::kFp4 ? selector_of_fp4(part) : selector_of_fp8(part);
+  }
+
+  // A chunk of 16 bytes of both rows of a copied tile.
+  __device__ __forceinline__ void load(uint4 (&to)[2], const uint8_t* tile, int m, int chunk) const {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      to[i] = *reinterpret_cast<const uint4*>(tile + (row + m * 64 + i * 8) * kLine + ((chunk ^ row % 8) * 16));
+  }
+};
+
+// A lane's scales of a step: of FP4 the eight of each row, of FP8 one float32.
+template <typename Shape>
+struct Scales {
+  static constexpr bool kFp4 = Shape::kFp4;
+  const uint8_t* base;  // of the expert
+  int at[Shape::kTall][2];
+  uint2 bytes[Shape::kTall][2];
+  float floats[Shape::kTall][2];
+
+  __device__ __forceinline__ Scales(const Call& call, const Tile& tile, int row) {
+    int groups = call.k / (kFp4 ? kFp4Group : kFp8Group), width = call.float_scales ? 4 : 1;
+    base = call.scales + int64_t{tile.expert} * (call.n >> call.scale_shift) * groups * width;
+#pragma unroll
+    for (int m = 0; m < Shape::kTall; m++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)  // a row behind the weight has another one's: what comes of it is not stored
+        at[m][i] = (min(tile.out + row + m * 64 + i * 8, call.n - 1) >> call.scale_shift) * groups;
+  }
+
+  __device__ __forceinline__ void load(const Call& call, int step) {
+#pragma unroll
+    for (int m = 0; m < Shape::kTall; m++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        if constexpr (kFp4)
+          bytes[m][i] = __ldg(reinterpret_cast<const uint2*>(base + at[m][i] + step * 8));
+        else if (call.float_scales)
+          floats[m][i] = __ldg(reinterpret_cast<const float*>(base) + at[m][i] + step);
+        else
+          floats[m][i] = ue8m0(__ldg(base + at[m][i] + step));
+      }
+  }
+
+  // Whether a lane of the warp has a scale of FP4 above 1: numbers may then need two factors.
+  __device__ __forceinline__ bool any_large() const {
+    uint32_t all = 0;
+#pragma unroll
+    for (int m = 0; m < Shape::kTall; m++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) all |= bytes[m][i].x | bytes[m][i].y;
+    return __any_sync(~0u, all & 0x80808080);
+  }
+
+  __device__ __forceinline__ void drop_two() {
+#pragma unroll
+    for (int m = 0; m < Shape::kTall; m++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) bytes[m][i] = {permute(bytes[m][i].x, bytes[m][i].y, 0x5432), bytes[m][i].y >> 16};
+  }
+};
+
+// What some products multiply: of FP4 all of a warpgroup's tiles, of FP8 one of them, 16 bytes of each row.
+template <typename Shape>
+constexpr int kHeld = Shape::kFp4 ? Shape::kTall : 1;
+template <typename Shape>
+using Stored = uint4[kHeld<Shape>][2];
+template <typename Shape>
+using Operands = uint32_t[kHeld<Shape>][4];
+
+// Two values as bfloat16 for lanes whose rows are neighbours: a lane of an even row has both rows of column 2 part, one of
+// an odd row those of the next column.
+__device__ __forceinline__ uint32_t beside(float x, float y, bool odd) {
+  uint32_t mine = rounded({x, y}), other = __shfl_xor_sync(~0u, mine, 4);
+  return permute(mine, other, odd ? 0x3276 : 0x5410);
+}
+
+// A row of the weight with a NaN has no other sums.
+template <typename Shape, int kSums>
+__device__ __forceinline__ void spread_nan(float (&sums)[Shape::kTall][kSums], const uint32_t (&largest)[Shape::kTall][2]) {
+#pragma unroll
+  for (int m = 0; m < Shape::kTall; m++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {  // the row's other lanes have others of its numbers
+      uint32_t all = larger_pairs(largest[m][i], __shfl_xor_sync(~0u, largest[m][i], 1));
+      all = larger_pairs(all, __shfl_xor_sync(~0u, all, 2));
+      if (!has_nan(all)) continue;
+#pragma unroll
+      for (int j = i * 2; j < kSums; j += 4) sums[m][j] = sums[m][j + 1] = __int_as_float(0x7FC00000);
+    }
+}
+
+template <typename Shape, int kSums>
+__device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, const Lane<Shape>& lane,
+                                           const float (&sums)[Shape::kTall][kSums]) {
+  int row = tile.out + lane.row;
+  if (call.float_out) {
+    int column = lane.part * 2;
+    float* to = static_cast<float*>(call.out) + int64_t{tile.row + column} * call.n + row;
+#pragma unroll
+    for (int j = 0; j < kSums; j += 4, column += 8, to += int64_t{8} * call.n)
+#pragma unroll
+      for (int m = 0; m < Shape::kTall; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (row + m * 64 + i / 2 * 8 < call.n && column + i % 2 < tile.count)
+            to[m * 64 + i / 2 * 8 + (i % 2 ? call.n : 0)] = sums[m][j + i];
+    return;
+  }
+  int odd = threadIdx.x / 4 & 1, column = lane.part * 2 + odd;
+  row -= odd;
+  uint16_t* to = static_cast<uint16_t*>(call.out) + int64_t{tile.row + column} * call.n + row;
+#pragma unroll
+  for (int j = 0; j < kSums; j += 4, column += 8, to += int64_t{8} * call.n)
+#pragma unroll
+    for (int m = 0; m < Shape::kTall; m++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        uint32_t pair = beside(sums[m][j + i * 2], sums[m][j + i * 2 + 1], odd);
+        if (row + m * 64 + i * 8 < call.n && column < tile.count) *reinterpret_cast<uint32_t*>(to + m * 64 + i * 8) = pair;
+      }
+}
+
+// The operands of the next products of FP4, of 16 of k: the first or the last ones of 32, which share a scale.
+template <typename Shape>
+__device__ __forceinline__ void convert(Operands<Shape>& to, const Stored<Shape>& stored, bool last, uint32_t selector,
+                                        const Scales<Shape>& scales, int byte, bool large) {
+#pragma unroll
+  for (int m = 0; m < Shape::kTall; m++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint4& x = stored[m][i];
+      uint32_t scale = scales.bytes[m][i].x >> byte * 8 & 0xFF;
+      uint32_t factor = large ? first_factor(scale) : scale * 0x00800080u + 126 * 0x00800080u;
+      to[m][i] = convert_fp4(last ? x.z : x.x, selector, factor);
+      to[m][2 + i] = convert_fp4(last ? x.w : x.y, selector, factor);
+      if (!large) continue;
+      to[m][i] = multiply_pairs(to[m][i], second_factor(scale));
+      to[m][2 + i] = multiply_pairs(to[m][2 + i], second_factor(scale));
+    }
+}
+
+// The sums of a tile. Products of 16 of k follow each other with two sets of operands: one is converted while the products
+// of the other one are under way.
+template <typename Shape, int kColumns>
+__device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& shared, const Tile& tile,
+                                              const Lane<Shape>& lane, Place<Shape::kSteps>& weights_at,
+                                              Place<Shape::kSlots>& x_at) {
+  constexpr bool kFp4 = Shape::kFp4;
+  constexpr int kTall = Shape::kTall, kSums = kColumns / 2, kPasses = kTall / kHeld<Shape>;
+  constexpr int kProducts = kXStep / 16;  // of a slot of x
+  float sums[kTall][kSums] = {};
+  uint32_t largest[kTall][2] = {};
+  Operands<Shape> operands[2];
+  Scales<Shape> scales(call, tile, lane.row), next = scales;
+  int steps = call.k / Shape::kStep, thread = threadIdx.x % 32;
+  next.load(call, 0);
+  int used = -1;  // the slot of x that products under way may still read
+
+  for (int step = 0; step < steps; step++) {
+    scales = next;
+    if (step + 1 < steps) next.load(call, step + 1);
+    bool large = kFp4 && scales.any_large();
+    Place<Shape::kSlots> first_x = x_at;
+    wait(&shared.full_weights[weights_at.at], weights_at.phase);
+    const uint8_t* weights = shared.weights[weights_at.at];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; pass++) {
+      float parts[kFp4 ? 1 : kSums];
+      x_at = first_x;
+#pragma unroll(kFp4 ? 1 : Shape::kSlotsOfStep)
+      for (int slot = 0; slot < Shape::kSlotsOfStep; slot++, x_at.advance()) {
+        uint32_t x = shared_address(shared.x[x_at.at]);
+        Stored<Shape> stored;
+#pragma unroll
+        for (int i = 0; i < kProducts; i++) {
+          auto& converted = operands[i % 2];
+          if constexpr (kFp4) {
+            if (i % 2 == 0) {
+#pragma unroll
+              for (int m = 0; m < kTall; m++) lane.load(stored[m], weights, m, slot * 2 + i / 2);
+            }
+            convert<Shape>(converted, stored, i % 2, lane.selector, scales, i / 2, large);
+          } else {
+            lane.load(stored[0], weights, pass, slot * kProducts + i);
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+              const uint4& bytes = stored[0][j];
+              converted[0][j] = convert_fp8(bytes.x, bytes.y, lane.selector, largest[pass][j]);
+              converted[0][2 + j] = convert_fp8(bytes.z, bytes.w, lane.selector, largest[pass][j]);
+            }
+          }
+          if (i == 0 && pass == 0) wait(&shared.full_x[x_at.at], x_at.phase);
+          begin_products();
+#pragma unroll
+          for (int m = 0; m < kHeld<Shape>; m++) {
+            if constexpr (kFp4)
+              multiply_bfloat16(sums[m], converted[m], by_rows(x + i * 32), true);
+            else
+              multiply_bfloat16(parts, converted[m], by_rows(x + i * 32), slot + i > 0);
+          }
+          commit_products();
+          wait_products<1>();
+          if (kFp4 && i == 0 && used >= 0) arrive_warp(&shared.free_x[used], thread);
+        }
+        used = x_at.at;
+        if constexpr (kFp4) scales.drop_two();
+      }
+      if constexpr (!kFp4) {
+        wait_products<0>();
+#pragma unroll
+        for (int j = 0; j < kSums; j++) sums[pass][j] = fmaf(parts[j], scales.floats[pass][j / 2 % 2], sums[pass][j]);
+      }
+    }
+    __syncwarp();
+    arrive_warp(&shared.free_weights[weights_at.at], thread);
+    weights_at.advance();
+    if constexpr (!kFp4) {
+      for (int slot = 0; slot < Shape::kSlotsOfStep; slot++, first_x.advance())
+        arrive_warp(&shared.free_x[first_x.at], thread);
+    }
+  }
+  if constexpr (kFp4) {
+    wait_products<0>();
+    arrive_warp(&shared.free_x[used], thread);
+  } else {
+    spread_nan<Shape>(sums, largest);
+  }
+  store_sums<Shape>(call, tile, lane, sums);
+}
+
+// As many columns as the tile has, or more.
+template <typename Shape, int kColumns>
+__device__ __forceinline__ void multiply_columns(const Call& call, Shared<Shape>& shared, const Tile& tile,
+                                                 const Lane<Shape>& lane, Place<Shape::kSteps>& weights_at,
+                                                 Place<Shape::kSlots>& x_at) {
+  if constexpr (kColumns < Shape::kMost) {
+    constexpr int kMore = kColumns < 128 ? kGrain : 2 * kGrain;
+    if (tile.columns() > kColumns)
+      return multiply_columns<Shape, kColumns + kMore>(call, shared, tile, lane, weights_at, x_at);
+  }
+  multiply_tile<Shape, kColumns>(call, shared, tile, lane, weights_at, x_at);
+}
+
+template <typename Shape>
+__device__ void consume(const Call& call, Shared<Shape>& shared) {
+  Lane<Shape> lane;
+  Place<Shape::kSteps> weights_at;
+  Place<Shape::kSlots> x_at;
+  for_each_tile(call, shared, [&](const Tile& tile) {
+    multiply_columns<Shape, kGrain>(call, shared, tile, lane, weights_at, x_at);
+  });
+}
+
+template <typename Shape>
+__global__ void __launch_bounds__(kThreads, 1) expert_tiles_kernel(const __grid_constant__ Call call) {
+  Shared<Shape>& shared = *reinterpret_cast<Shared<Shape>*>(tiles_memory());
+  if (threadIdx.x == 0) {
+    constexpr int kReaders = kConsumers / 32 * kArrivalsOfWarp;
+    for (int i = 0; i < Shape::kSteps; i++) init(&shared.full_weights[i], 1), init(&shared.free_weights[i], kReaders);
+    for (int i = 0; i < Shape::kSlots; i++) init(&shared.full_x[i], 1), init(&shared.free_x[i], kReaders);
+    fence_barriers();
+  }
+  if (threadIdx.x / 32 == 1) count_tiles(call, shared);
+  __syncthreads();
+  int warp = threadIdx.x / 32;
+  if (warp < kConsumers / 32) {
+    grow_registers<kConsumerRegisters>();
+    consume(call, shared);
+    return;
+  }
+  shrink_registers<kProducerRegisters>();
+  if (threadIdx.x % 32) return;
+  if (warp == kConsumers / 32) copy_weights(call, shared);
+  if (warp == kConsumers / 32 + 1) copy_x(call, shared);
+}
+
+}  // namespace expert_tiles
