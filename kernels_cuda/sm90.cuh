@@ -310,10 +310,14 @@ __device__ __forceinline__ void wait_products() {
 #define FLOATS_48(d) FLOATS_40(d), FLOATS_8_FROM(d, 40)
 #define FLOATS_56(d) FLOATS_48(d), FLOATS_8_FROM(d, 48)
 #define FLOATS_64(d) FLOATS_56(d), FLOATS_8_FROM(d, 56)
-#define FLOATS_80(d) FLOATS_64(d), FLOATS_8_FROM(d, 64), FLOATS_8_FROM(d, 72)
-#define FLOATS_96(d) FLOATS_80(d), FLOATS_8_FROM(d, 80), FLOATS_8_FROM(d, 88)
-#define FLOATS_112(d) FLOATS_96(d), FLOATS_8_FROM(d, 96), FLOATS_8_FROM(d, 104)
-#define FLOATS_128(d) FLOATS_112(d), FLOATS_8_FROM(d, 112), FLOATS_8_FROM(d, 120)
+#define FLOATS_72(d) FLOATS_64(d), FLOATS_8_FROM(d, 64)
+#define FLOATS_80(d) FLOATS_72(d), FLOATS_8_FROM(d, 72)
+#define FLOATS_88(d) FLOATS_80(d), FLOATS_8_FROM(d, 80)
+#define FLOATS_96(d) FLOATS_88(d), FLOATS_8_FROM(d, 88)
+#define FLOATS_104(d) FLOATS_96(d), FLOATS_8_FROM(d, 96)
+#define FLOATS_112(d) FLOATS_104(d), FLOATS_8_FROM(d, 104)
+#define FLOATS_120(d) FLOATS_112(d), FLOATS_8_FROM(d, 112)
+#define FLOATS_128(d) FLOATS_120(d), FLOATS_8_FROM(d, 120)
 #define PLACES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PLACES_16 PLACES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define PLACES_24 PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -322,14 +326,14 @@ __device__ __forceinline__ void wait_products() {
 #define PLACES_48 PLACES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define PLACES_56 PLACES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define PLACES_64 PLACES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define PLACES_80 \
-  PLACES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define PLACES_96 \
-  PLACES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define PLACES_112 \
-  PLACES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define PLACES_128 \
-  PLACES_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define PLACES_72 PLACES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define PLACES_80 PLACES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define PLACES_88 PLACES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define PLACES_96 PLACES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define PLACES_104 PLACES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define PLACES_112 PLACES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define PLACES_120 PLACES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define PLACES_128 PLACES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // 64 x N += (64 x 16) · (16 x N) of bfloat16, both matrices in shared memory; = instead of += where `add` is false. The
 // first is by rows or else by columns and then of 64 columns, the second by rows, or by columns where BY_COLUMNS is "1".
@@ -390,9 +394,13 @@ MULTIPLY_REGISTERS_BFLOAT16(40, "80", "%40, %41, %42, %43", "%44", "%45")
 MULTIPLY_REGISTERS_BFLOAT16(48, "96", "%48, %49, %50, %51", "%52", "%53")
 MULTIPLY_REGISTERS_BFLOAT16(56, "112", "%56, %57, %58, %59", "%60", "%61")
 MULTIPLY_REGISTERS_BFLOAT16(64, "128", "%64, %65, %66, %67", "%68", "%69")
+MULTIPLY_REGISTERS_BFLOAT16(72, "144", "%72, %73, %74, %75", "%76", "%77")
 MULTIPLY_REGISTERS_BFLOAT16(80, "160", "%80, %81, %82, %83", "%84", "%85")
+MULTIPLY_REGISTERS_BFLOAT16(88, "176", "%88, %89, %90, %91", "%92", "%93")
 MULTIPLY_REGISTERS_BFLOAT16(96, "192", "%96, %97, %98, %99", "%100", "%101")
+MULTIPLY_REGISTERS_BFLOAT16(104, "208", "%104, %105, %106, %107", "%108", "%109")
 MULTIPLY_REGISTERS_BFLOAT16(112, "224", "%112, %113, %114, %115", "%116", "%117")
+MULTIPLY_REGISTERS_BFLOAT16(120, "240", "%120, %121, %122, %123", "%124", "%125")
 MULTIPLY_REGISTERS_BFLOAT16(128, "256", "%128, %129, %130, %131", "%132", "%133")
 
 // 16 x 8 += (16 x 16) · (16 x 8) of bfloat16 numbers in the registers of one warp. Lane l has of the first matrix
@@ -417,9 +425,13 @@ __device__ __forceinline__ void multiply_in_warp(float* d, const uint32_t (&a)[4
 #undef FLOATS_48
 #undef FLOATS_56
 #undef FLOATS_64
+#undef FLOATS_72
 #undef FLOATS_80
+#undef FLOATS_88
 #undef FLOATS_96
+#undef FLOATS_104
 #undef FLOATS_112
+#undef FLOATS_120
 #undef FLOATS_128
 #undef PLACES_8
 #undef PLACES_16
@@ -429,9 +441,13 @@ __device__ __forceinline__ void multiply_in_warp(float* d, const uint32_t (&a)[4
 #undef PLACES_48
 #undef PLACES_56
 #undef PLACES_64
+#undef PLACES_72
 #undef PLACES_80
+#undef PLACES_88
 #undef PLACES_96
+#undef PLACES_104
 #undef PLACES_112
+#undef PLACES_120
 #undef PLACES_128
 
 // --- clusters ---------------------------------------------------------------------------------------------------

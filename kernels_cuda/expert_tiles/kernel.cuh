@@ -21,13 +21,14 @@
 
 #include "../sm90.cuh"
 #include "../stored_weights.cuh"
+#include "../tensor_map.cuh"
 
 namespace expert_tiles {
 
 using namespace sm90;
 using namespace stored_weights;
+using tensor_map::kLine, tensor_map::Tiles;
 
-constexpr int kLine = 128;     // bytes of a row that a copied tile has
 constexpr int kXStep = 64;     // k of a tile of x
 constexpr int kGrain = 16;     // columns of a product, and rows of a copied box of x, are a multiple
 constexpr int kTogether = 8;   // tiles of columns that read the same tile of a weight one beside the other
@@ -53,6 +54,8 @@ struct Shape {
   static constexpr int kTall = kTall_, kMost = kMost_, kOut = 128 * kTall;
   static constexpr int kStep = kFp4 ? 2 * kLine : kLine;  // k of a step
   static constexpr int kSlotsOfStep = kStep / kXStep;
+  // Columns of products, as multiples of so many: up to 128, and above.
+  static constexpr int kWidths = kTall == 2 ? kGrain : 2 * kGrain, kMoreWidths = kGrain;
   static constexpr int kStepBytes = kOut * kLine, kSlotBytes = kMost * kLine;
   static constexpr int kSteps = (kMost <= 64 ? 128 : kMost <= 128 ? 96 : 64) * 1024 / kStepBytes;  // of the ring
   static constexpr int kSlots = (kRoom - kSteps * kStepBytes) / kSlotBytes < 16
@@ -70,15 +73,17 @@ struct Shared {
 template <typename Shape>
 constexpr int kSharedBytes = sizeof(Shared<Shape>) + 1024;  // tiles begin at multiples of 1024 bytes
 
-// How tiles of 128 bytes of some rows of a matrix are copied: sizes, and strides in bytes, of the axes after a line's bytes.
-struct Lines {
-  const void* data;
-  int64_t sizes[2], strides[2];
-  int tile[2];
-};
-
-inline Lines lines_of(const void* data, int64_t rows, int64_t row_bytes, int tile) {
+// 128 bytes of `tile` rows of a matrix.
+inline Tiles<2> tiles_of(const void* data, int64_t rows, int64_t row_bytes, int tile) {
   return {data, {rows, row_bytes / kLine}, {row_bytes, kLine}, {tile, 1}};
+}
+
+// A call's maps, each made by `map_of`.
+template <typename Shape, typename Map>
+void set_maps(Call& call, const void* x, const void* values, Map map_of) {
+  int64_t row_bytes = Shape::kFp4 ? call.k / 2 : call.k;
+  call.weights = map_of(tiles_of(values, int64_t{call.experts} * call.n, row_bytes, Shape::kOut));
+  call.x = map_of(tiles_of(x, call.rows, int64_t{call.k} * 2, kGrain));
 }
 
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
@@ -336,22 +341,31 @@ __device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, c
       }
 }
 
-// The operands of the next products of FP4, of 16 of k: the first or the last ones of 32, which share a scale.
+// The operands of the next products of FP4, of 16 of k: the first or the last ones of 32, which share a scale. With a large
+// scale, which is seldom, all are made once more.
 template <typename Shape>
 __device__ __forceinline__ void convert(Operands<Shape>& to, const Stored<Shape>& stored, bool last, uint32_t selector,
                                         const Scales<Shape>& scales, int byte, bool large) {
+  auto each = [&](auto factor_of) {
+#pragma unroll
+    for (int m = 0; m < Shape::kTall; m++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const uint4& x = stored[m][i];
+        uint32_t scale = permute(scales.bytes[m][i].x, 0, 0x4440 + byte), factor = factor_of(scale);
+        to[m][i] = convert_fp4(last ? x.z : x.x, selector, factor);
+        to[m][2 + i] = convert_fp4(last ? x.w : x.y, selector, factor);
+      }
+  };
+  each([](uint32_t scale) { return scale * 0x00800080u + 126 * 0x00800080u; });
+  if (!large) return;
+  each([](uint32_t scale) { return first_factor(scale); });
 #pragma unroll
   for (int m = 0; m < Shape::kTall; m++)
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const uint4& x = stored[m][i];
-      uint32_t scale = scales.bytes[m][i].x >> byte * 8 & 0xFF;
-      uint32_t factor = large ? first_factor(scale) : scale * 0x00800080u + 126 * 0x00800080u;
-      to[m][i] = convert_fp4(last ? x.z : x.x, selector, factor);
-      to[m][2 + i] = convert_fp4(last ? x.w : x.y, selector, factor);
-      if (!large) continue;
-      to[m][i] = multiply_pairs(to[m][i], second_factor(scale));
-      to[m][2 + i] = multiply_pairs(to[m][2 + i], second_factor(scale));
+    for (int i = 0; i < 4; i++) {
+      uint32_t second = second_factor(permute(scales.bytes[m][i % 2].x, 0, 0x4440 + byte));
+      to[m][i] = multiply_pairs(to[m][i], second);
     }
 }
 
@@ -444,13 +458,13 @@ __device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& s
   store_sums<Shape>(call, tile, lane, sums);
 }
 
-// As many columns as the tile has, or more.
+// As many columns as the tile has, or a few more.
 template <typename Shape, int kColumns>
 __device__ __forceinline__ void multiply_columns(const Call& call, Shared<Shape>& shared, const Tile& tile,
                                                  const Lane<Shape>& lane, Place<Shape::kSteps>& weights_at,
                                                  Place<Shape::kSlots>& x_at) {
   if constexpr (kColumns < Shape::kMost) {
-    constexpr int kMore = kColumns < 128 ? kGrain : 2 * kGrain;
+    constexpr int kMore = kColumns < 128 ? Shape::kWidths : Shape::kMoreWidths;
     if (tile.columns() > kColumns)
       return multiply_columns<Shape, kColumns + kMore>(call, shared, tile, lane, weights_at, x_at);
   }
@@ -463,7 +477,7 @@ __device__ void consume(const Call& call, Shared<Shape>& shared) {
   Place<Shape::kSteps> weights_at;
   Place<Shape::kSlots> x_at;
   for_each_tile(call, shared, [&](const Tile& tile) {
-    multiply_columns<Shape, kGrain>(call, shared, tile, lane, weights_at, x_at);
+    multiply_columns<Shape, Shape::kWidths>(call, shared, tile, lane, weights_at, x_at);
   });
 }
 
