@@ -288,13 +288,6 @@ using Stored = uint4[kHeld<Shape>][2];
 template <typename Shape>
 using Operands = uint32_t[kHeld<Shape>][4];
 
-// Two values as bfloat16 for lanes whose rows are neighbours: a lane of an even row has both rows of column 2 part, one of
-// an odd row those of the next column.
-__device__ __forceinline__ uint32_t beside(float x, float y, bool odd) {
-  uint32_t mine = rounded({x, y}), other = __shfl_xor_sync(~0u, mine, 4);
-  return permute(mine, other, odd ? 0x3276 : 0x5410);
-}
-
 // A row of the weight with a NaN has no other sums.
 template <typename Shape, int kSums>
 __device__ __forceinline__ void spread_nan(float (&sums)[Shape::kTall][kSums], const uint32_t (&largest)[Shape::kTall][2]) {
@@ -327,18 +320,25 @@ __device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, c
             to[m * 64 + i / 2 * 8 + (i % 2 ? call.n : 0)] = sums[m][j + i];
     return;
   }
-  int odd = threadIdx.x / 4 & 1, column = lane.part * 2 + odd;
-  row -= odd;
+  // Lanes of neighbouring rows exchange: one has both rows of both columns, the other one those 8 further. So eight lanes
+  // together store 32 bytes.
+  bool odd = threadIdx.x / 4 & 1;
+  int column = lane.part * 2;
+  row += odd ? 7 : 0;
   uint16_t* to = static_cast<uint16_t*>(call.out) + int64_t{tile.row + column} * call.n + row;
 #pragma unroll
   for (int j = 0; j < kSums; j += 4, column += 8, to += int64_t{8} * call.n)
 #pragma unroll
-    for (int m = 0; m < Shape::kTall; m++)
+    for (int m = 0; m < Shape::kTall; m++) {
+      uint32_t first = rounded({sums[m][j], sums[m][j + 1]}), second = rounded({sums[m][j + 2], sums[m][j + 3]});
+      uint32_t mine = odd ? second : first, other = __shfl_xor_sync(~0u, odd ? first : second, 4);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        uint32_t pair = beside(sums[m][j + i * 2], sums[m][j + i * 2 + 1], odd);
-        if (row + m * 64 + i * 8 < call.n && column < tile.count) *reinterpret_cast<uint32_t*>(to + m * 64 + i * 8) = pair;
+        uint32_t pair = permute(mine, other, (odd ? 0x1054 : 0x5410) + i * 0x2222);
+        if (row + m * 64 < call.n && column + i < tile.count)
+          *reinterpret_cast<uint32_t*>(to + m * 64 + (i ? call.n : 0)) = pair;
       }
+    }
 }
 
 // The operands of the next products of FP4, of 16 of k: the first or the last ones of 32, which share a scale. With a large
