@@ -6,6 +6,9 @@ On a GPU of SM90 JAX runs it; elsewhere it is compiled for the host, where the t
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -18,7 +21,16 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 pytest.importorskip("tvm_ffi")
 
-from host_build import GUARD, aligned, compiled_once, poisoned
+import ptxas
+from host_build import (
+    GUARD,
+    aligned,
+    changed_kernels,
+    compiled_for_the_host,
+    compiled_once,
+    poisoned,
+    replace_once,
+)
 from test_expert_rows import ONE, SORTED, assert_products, exact
 from test_quantised_triton import weight
 from triton_device import ON_GPU
@@ -221,3 +233,55 @@ def test_what_it_serves(monkeypatch):
 def test_the_source_has_room_for_what_it_serves():
     source = (build.folder() / "expert_tiles" / "kernel.cuh").read_text()
     assert f"kMostExperts = {quantised_cuda.MOST_EXPERTS};" in source
+
+
+@pytest.mark.long
+@pytest.mark.no_gpu
+def test_its_products_are_not_serialised(tmp_path):
+    """What ptxas says where registers are short or a wait is missing; the products then run one by one."""
+    said = ptxas.said_of("expert_tiles", tmp_path)
+    assert "Performance Loss" not in said and "warpgroup.wait is injected" not in said, said
+
+
+# Lines without which the kernel is wrong.
+NEEDED = [
+    "wait(&shared.free_weights[place.at], place.phase ^ 1);",
+    "wait(&shared.free_x[place.at], place.phase ^ 1);",
+    "wait(&shared.full_weights[weights_at.at], weights_at.phase);",
+    "if (i == 0 && pass == 0) wait(&shared.full_x[x_at.at], x_at.phase);",
+    "begin_products();",
+    "wait_products<1>();",
+    "wait_products<0>();\n    arrive_warp(&shared.free_x[used], thread);",
+    "wait_products<0>();\n#pragma unroll",
+    "__syncthreads();",
+]
+
+
+def assert_right(library):
+    """Of rings that are filled more than once, in several orders of warps."""
+    rng = np.random.default_rng(7)
+    for form, k in ((FP4, 1280), (FP8, 896)):
+        for seed in range(3):
+            x, stored = rng.standard_normal((40, k)).astype(BF16), weight(form, 2, 264, k)
+            found = _on_the_host(library, x, stored, [23, 17], "float32", blocks=2, seed=seed)
+            assert_products(found, *exact(SORTED, x, stored, [23, 17]), 1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.no_gpu
+@pytest.mark.parametrize("number", [None, *range(len(NEEDED))])
+def test_each_of_these_lines_is_needed(number, tmp_path):
+    """Without it the kernel gives wrong numbers, or the process ends; with all of them neither."""
+    changed = changed_kernels("expert_tiles", tmp_path)
+    if number is not None:
+        others = NEEDED[number].split("\n", 1)[1:]
+        replace_once(changed / "kernel.cuh", NEEDED[number], "\n".join([";", *others]))
+    library = compiled_for_the_host("expert_tiles", "expert_tiles", tmp_path, changed)
+    command = [sys.executable, __file__, str(library)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
+    assert (run.returncode != 0) == (number is not None), run.stderr[-2000:]
+
+
+if __name__ == "__main__":
+    assert_right(ctypes.CDLL(sys.argv[1]))
