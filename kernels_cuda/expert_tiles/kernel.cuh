@@ -154,17 +154,29 @@ __device__ __forceinline__ void for_each_tile(const Call& call, const Shared<Sha
   }
 }
 
-// One thread copies the weights of all tiles.
+// Prefetches what a tile has of FP4's scales, which consumers load by themselves; a warp calls it.
+template <typename Shape>
+__device__ __forceinline__ void prefetch_scales(const Call& call, const Tile& tile) {
+  int groups = call.k / kFp4Group, rows = min(Shape::kOut, call.n - tile.out);
+  const uint8_t* scales = call.scales + (int64_t{tile.expert} * call.n + tile.out) * groups;
+  for (int row = threadIdx.x % 32; row < rows; row += 32)
+    for (int i = 0; i < groups; i += 128) prefetch(scales + int64_t{row} * groups + i);
+}
+
+// One warp copies the weights of all tiles: its first lane.
 template <typename Shape>
 __device__ void copy_weights(const Call& call, Shared<Shape>& shared) {
   Place<Shape::kSteps> place;
   for_each_tile(call, shared, [&](const Tile& tile) {
+    if (Shape::kFp4) prefetch_scales<Shape>(call, tile);
     for (int step = 0; step < call.k / Shape::kStep; step++, place.advance()) {
+      if (threadIdx.x % 32) continue;
       Barrier* full = &shared.full_weights[place.at];
       wait(&shared.free_weights[place.at], place.phase ^ 1);
       expect(full, Shape::kStepBytes);
       copy_box(shared.weights[place.at], call.weights, tile.expert * call.n + tile.out, step, full);
     }
+    __syncwarp();
   });
 }
 
@@ -499,9 +511,8 @@ __global__ void __launch_bounds__(kThreads, 1) expert_tiles_kernel(const __grid_
     return;
   }
   shrink_registers<kProducerRegisters>();
-  if (threadIdx.x % 32) return;
   if (warp == kConsumers / 32) copy_weights(call, shared);
-  if (warp == kConsumers / 32 + 1) copy_x(call, shared);
+  if (warp == kConsumers / 32 + 1 && threadIdx.x % 32 == 0) copy_x(call, shared);
 }
 
 }  // namespace expert_tiles
