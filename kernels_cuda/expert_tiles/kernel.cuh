@@ -31,6 +31,7 @@ using tensor_map::kLine, tensor_map::Tiles;
 
 constexpr int kXStep = 64;     // k of a tile of x
 constexpr int kGrain = 16;     // columns of a product, and rows of a copied box of x, are a multiple
+constexpr int kStepScales = 2 * kLine / kFp4Group;  // of a row of FP4 in a step
 constexpr int kTogether = 8;   // tiles of columns that read the same tile of a weight one beside the other
 constexpr int kMostExperts = 1024;
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
@@ -66,6 +67,7 @@ template <typename Shape>
 struct Shared {
   uint8_t weights[Shape::kSteps][Shape::kStepBytes];
   uint8_t x[Shape::kSlots][Shape::kSlotBytes];
+  uint8_t scales[Shape::kSteps][Shape::kFp4 ? Shape::kOut * kStepScales : 16];  // of FP4
   Barrier full_weights[Shape::kSteps], free_weights[Shape::kSteps], full_x[Shape::kSlots], free_x[Shape::kSlots];
   int first[kMostExperts + 1], begin[kMostExperts + 1];  // each expert's first tile, and its first row of x
 };
@@ -154,29 +156,31 @@ __device__ __forceinline__ void for_each_tile(const Call& call, const Shared<Sha
   }
 }
 
-// Prefetches what a tile has of FP4's scales, which consumers load by themselves; a warp calls it.
+// One warp copies the weights of all tiles: its first lane their numbers, all of FP4's scales, eight bytes of a row.
 template <typename Shape>
-__device__ __forceinline__ void prefetch_scales(const Call& call, const Tile& tile) {
-  int groups = call.k / kFp4Group, rows = min(Shape::kOut, call.n - tile.out);
-  const uint8_t* scales = call.scales + (int64_t{tile.expert} * call.n + tile.out) * groups;
-  for (int row = threadIdx.x % 32; row < rows; row += 32)
-    for (int i = 0; i < groups; i += 128) prefetch(scales + int64_t{row} * groups + i);
-}
-
-// One warp copies the weights of all tiles: its first lane.
+constexpr int kCopies = Shape::kFp4 ? 33 : 1;  // arrivals
 template <typename Shape>
 __device__ void copy_weights(const Call& call, Shared<Shape>& shared) {
   Place<Shape::kSteps> place;
+  int lane = threadIdx.x % 32, groups = call.k / kFp4Group;
   for_each_tile(call, shared, [&](const Tile& tile) {
-    if (Shape::kFp4) prefetch_scales<Shape>(call, tile);
+    const uint8_t* scales = call.scales + int64_t{tile.expert} * call.n * groups;
     for (int step = 0; step < call.k / Shape::kStep; step++, place.advance()) {
-      if (threadIdx.x % 32) continue;
       Barrier* full = &shared.full_weights[place.at];
       wait(&shared.free_weights[place.at], place.phase ^ 1);
-      expect(full, Shape::kStepBytes);
-      copy_box(shared.weights[place.at], call.weights, tile.expert * call.n + tile.out, step, full);
+      if (lane == 0) {
+        expect(full, Shape::kStepBytes);
+        copy_box(shared.weights[place.at], call.weights, tile.expert * call.n + tile.out, step, full);
+      }
+      if constexpr (Shape::kFp4) {
+        uint32_t to = shared_address(shared.scales[place.at]);
+        for (int row = lane; row < Shape::kOut; row += 32) {  // what comes of a row behind the weight is not stored
+          int n = min(tile.out + row, call.n - 1);
+          copy_async_small<kStepScales>(to + row * kStepScales, scales + int64_t{n} * groups + step * kStepScales);
+        }
+        arrive_after_copies(full);
+      }
     }
-    __syncwarp();
   });
 }
 
@@ -241,20 +245,18 @@ struct Lane {
   }
 };
 
-// A lane's scales of a step: of FP4 the eight of each row, of FP8 one float32.
-template <typename Shape>
+// A lane's scales of FP8: one of each row for a step.
+template <int kTall>
 struct Scales {
-  static constexpr bool kFp4 = Shape::kFp4;
   const uint8_t* base;  // of the expert
-  int at[Shape::kTall][2];
-  uint2 bytes[Shape::kTall][2];
-  float floats[Shape::kTall][2];
+  int at[kTall][2];
+  float numbers[kTall][2];
 
   __device__ __forceinline__ Scales(const Call& call, const Tile& tile, int row) {
-    int groups = call.k / (kFp4 ? kFp4Group : kFp8Group), width = call.float_scales ? 4 : 1;
+    int groups = call.k / kFp8Group, width = call.float_scales ? 4 : 1;
     base = call.scales + int64_t{tile.expert} * (call.n >> call.scale_shift) * groups * width;
 #pragma unroll
-    for (int m = 0; m < Shape::kTall; m++)
+    for (int m = 0; m < kTall; m++)
 #pragma unroll
       for (int i = 0; i < 2; i++)  // a row behind the weight has another one's: what comes of it is not stored
         at[m][i] = (min(tile.out + row + m * 64 + i * 8, call.n - 1) >> call.scale_shift) * groups;
@@ -262,35 +264,31 @@ struct Scales {
 
   __device__ __forceinline__ void load(const Call& call, int step) {
 #pragma unroll
-    for (int m = 0; m < Shape::kTall; m++)
+    for (int m = 0; m < kTall; m++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        if constexpr (kFp4)
-          bytes[m][i] = __ldg(reinterpret_cast<const uint2*>(base + at[m][i] + step * 8));
-        else if (call.float_scales)
-          floats[m][i] = __ldg(reinterpret_cast<const float*>(base) + at[m][i] + step);
-        else
-          floats[m][i] = ue8m0(__ldg(base + at[m][i] + step));
-      }
-  }
-
-  // Whether a lane of the warp has a scale of FP4 above 1: numbers may then need two factors.
-  __device__ __forceinline__ bool any_large() const {
-    uint32_t all = 0;
-#pragma unroll
-    for (int m = 0; m < Shape::kTall; m++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) all |= bytes[m][i].x | bytes[m][i].y;
-    return __any_sync(~0u, all & 0x80808080);
-  }
-
-  __device__ __forceinline__ void drop_two() {
-#pragma unroll
-    for (int m = 0; m < Shape::kTall; m++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) bytes[m][i] = {permute(bytes[m][i].x, bytes[m][i].y, 0x5432), bytes[m][i].y >> 16};
+      for (int i = 0; i < 2; i++)
+        numbers[m][i] = call.float_scales ? __ldg(reinterpret_cast<const float*>(base) + at[m][i] + step)
+                                          : ue8m0(__ldg(base + at[m][i] + step));
   }
 };
+
+// A lane's scales of FP4: two of each row for a slot of x, in the lowest bytes.
+template <int kTall>
+using TwoScales = uint32_t[kTall][2];
+
+// Loads them. Whether a lane of the warp has one above 1: numbers may then need two factors.
+template <int kTall>
+__device__ __forceinline__ bool load_scales(TwoScales<kTall>& to, const uint8_t* scales, int row, int slot) {
+  uint32_t all = 0;
+#pragma unroll
+  for (int m = 0; m < kTall; m++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint8_t* from = scales + (row + m * 64 + i * 8) * kStepScales + slot * 2;
+      all |= to[m][i] = *reinterpret_cast<const uint16_t*>(from);
+    }
+  return __any_sync(~0u, all & 0x8080);
+}
 
 // What some products multiply: of FP4 all of a warpgroup's tiles, of FP8 one of them, 16 bytes of each row.
 template <typename Shape>
@@ -357,14 +355,14 @@ __device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, c
 // scale, which is seldom, all are made once more.
 template <typename Shape>
 __device__ __forceinline__ void convert(Operands<Shape>& to, const Stored<Shape>& stored, bool last, uint32_t selector,
-                                        const Scales<Shape>& scales, int byte, bool large) {
+                                        const TwoScales<Shape::kTall>& scales, int byte, bool large) {
   auto each = [&](auto factor_of) {
 #pragma unroll
     for (int m = 0; m < Shape::kTall; m++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const uint4& x = stored[m][i];
-        uint32_t scale = permute(scales.bytes[m][i].x, 0, 0x4440 + byte), factor = factor_of(scale);
+        uint32_t scale = permute(scales[m][i], 0, 0x4440 + byte), factor = factor_of(scale);
         to[m][i] = convert_fp4(last ? x.z : x.x, selector, factor);
         to[m][2 + i] = convert_fp4(last ? x.w : x.y, selector, factor);
       }
@@ -376,13 +374,13 @@ __device__ __forceinline__ void convert(Operands<Shape>& to, const Stored<Shape>
   for (int m = 0; m < Shape::kTall; m++)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      uint32_t second = second_factor(permute(scales.bytes[m][i % 2].x, 0, 0x4440 + byte));
+      uint32_t second = second_factor(permute(scales[m][i % 2], 0, 0x4440 + byte));
       to[m][i] = multiply_pairs(to[m][i], second);
     }
 }
 
 // The sums of a tile. Products of 16 of k follow each other with two sets of operands: one is converted while the products
-// of the other one are under way.
+// of the other one are under way. Where more start together, ptxas says that registers are short, and lets none overlap.
 template <typename Shape, int kColumns>
 __device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& shared, const Tile& tile,
                                               const Lane<Shape>& lane, Place<Shape::kSteps>& weights_at,
@@ -393,15 +391,14 @@ __device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& s
   float sums[kTall][kSums] = {};
   uint32_t largest[kTall][2] = {};
   Operands<Shape> operands[2];
-  Scales<Shape> scales(call, tile, lane.row), next = scales;
   int steps = call.k / Shape::kStep, thread = threadIdx.x % 32;
-  next.load(call, 0);
+  Scales<kTall> scales(call, tile, lane.row), next(call, tile, lane.row);
+  if (!kFp4) next.load(call, 0);
   int used = -1;  // the slot of x that products under way may still read
 
   for (int step = 0; step < steps; step++) {
     scales = next;
-    if (step + 1 < steps) next.load(call, step + 1);
-    bool large = kFp4 && scales.any_large();
+    if (!kFp4 && step + 1 < steps) next.load(call, step + 1);
     Place<Shape::kSlots> first_x = x_at;
     wait(&shared.full_weights[weights_at.at], weights_at.phase);
     const uint8_t* weights = shared.weights[weights_at.at];
@@ -412,6 +409,8 @@ __device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& s
 #pragma unroll(kFp4 ? 1 : Shape::kSlotsOfStep)
       for (int slot = 0; slot < Shape::kSlotsOfStep; slot++, x_at.advance()) {
         uint32_t x = shared_address(shared.x[x_at.at]);
+        TwoScales<kTall> two;
+        bool large = kFp4 && load_scales<kTall>(two, shared.scales[weights_at.at], lane.row, slot);
         Stored<Shape> stored;
 #pragma unroll
         for (int i = 0; i < kProducts; i++) {
@@ -421,7 +420,7 @@ __device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& s
 #pragma unroll
               for (int m = 0; m < kTall; m++) lane.load(stored[m], weights, m, slot * 2 + i / 2);
             }
-            convert<Shape>(converted, stored, i % 2, lane.selector, scales, i / 2, large);
+            convert<Shape>(converted, stored, i % 2, lane.selector, two, i / 2, large);
           } else {
             lane.load(stored[0], weights, pass, slot * kProducts + i);
 #pragma unroll
@@ -445,12 +444,11 @@ __device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& s
           if (kFp4 && i == 0 && used >= 0) arrive_warp(&shared.free_x[used], thread);
         }
         used = x_at.at;
-        if constexpr (kFp4) scales.drop_two();
       }
       if constexpr (!kFp4) {
         wait_products<0>();
 #pragma unroll
-        for (int j = 0; j < kSums; j++) sums[pass][j] = fmaf(parts[j], scales.floats[pass][j / 2 % 2], sums[pass][j]);
+        for (int j = 0; j < kSums; j++) sums[pass][j] = fmaf(parts[j], scales.numbers[pass][j / 2 % 2], sums[pass][j]);
       }
     }
     __syncwarp();
@@ -498,7 +496,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_tiles_kernel(const __grid_
   Shared<Shape>& shared = *reinterpret_cast<Shared<Shape>*>(tiles_memory());
   if (threadIdx.x == 0) {
     constexpr int kReaders = kConsumers / 32 * kArrivalsOfWarp;
-    for (int i = 0; i < Shape::kSteps; i++) init(&shared.full_weights[i], 1), init(&shared.free_weights[i], kReaders);
+    for (int i = 0; i < Shape::kSteps; i++) init(&shared.full_weights[i], kCopies<Shape>), init(&shared.free_weights[i], kReaders);
     for (int i = 0; i < Shape::kSlots; i++) init(&shared.full_x[i], 1), init(&shared.free_x[i], kReaders);
     fence_barriers();
   }

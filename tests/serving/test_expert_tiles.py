@@ -9,6 +9,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -22,6 +23,7 @@ pytest.importorskip("triton")
 pytest.importorskip("tvm_ffi")
 
 import ptxas
+import tvm_stub
 from host_build import (
     GUARD,
     aligned,
@@ -32,13 +34,14 @@ from host_build import (
     replace_once,
 )
 from test_expert_rows import ONE, SORTED, assert_products, exact
-from test_quantised_triton import weight
+from test_quantised_triton import small_layer, weight
 from triton_device import ON_GPU
 
 from jax_sparse_mla.device import DeviceInfo, pretend
 from jax_sparse_mla.launch import build
-from jax_sparse_mla.serving import quantised_cuda
-from jax_sparse_mla.serving.quantised import Quantised, WeightFormat
+from jax_sparse_mla.serving import quantised, quantised_cuda
+from jax_sparse_mla.serving.moe import experts
+from jax_sparse_mla.serving.quantised import Quantised, WeightFormat, multiplied_out
 from jax_sparse_mla.serving.quantised_cuda import WIDE, Tile
 from jax_sparse_mla.serving.shapes_alone import H200
 
@@ -193,6 +196,33 @@ def test_many_parts_of_an_expert(product):
     x, stored, sizes = rng.standard_normal((700, 256)).astype(BF16), weight(FP4, 2, 264, 256), [650, 50]
     found = product(x, stored, sizes, "float32", seed=2)
     assert_products(found, *exact(SORTED, x, stored, sizes), 1e-5)
+
+
+@pytest.mark.cpu
+def test_layers_take_it(product, monkeypatch):
+    """Both products of experts with sorted rows, through XLA."""
+    tiles = []
+
+    def stand_in(x, values, scales, sizes, tall, most, out):
+        tiles.append(Tile(tall, most))
+        form = FP4 if values.shape[-1] < x.shape[-1] else FP8
+        stored = Quantised(format=form, dtype=np.dtype(BF16), values=values, scales=scales)
+        out[...] = pool.submit(product, x, stored, sizes, str(out.dtype), tiles[-1]).result()
+
+    pool = ThreadPoolExecutor(1)
+    pool.submit(int).result()  # the thread begins here: those that XLA's begin flush subnormal numbers to 0, as they do
+    module = tvm_stub.module(expert_tiles=stand_in)
+    monkeypatch.setattr(build, "module", lambda name, arch: module())
+    monkeypatch.setattr(quantised, "dispatch", lambda kernel, plain, *args: kernel(*args))
+    for form, rows in ((FP8, 5), (FP4, 36)):
+        x, *given, _, _ = small_layer(form, rows)
+        x, gate_up, down = jnp.tile(x, (1, 2)), weight(form, 8, 512, 256), weight(form, 8, 256, 256)
+        wanted = np.asarray(experts(x, *given, multiplied_out(gate_up), multiplied_out(down), 1.0), np.float32)
+        with pretend(H200):
+            found = np.asarray(experts(x, *given, gate_up, down, 1.0), np.float32)
+        np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
+    pool.shutdown()
+    assert tiles == [LOW] * 4
 
 
 @pytest.mark.cpu
