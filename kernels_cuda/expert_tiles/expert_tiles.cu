@@ -20,14 +20,15 @@ extern template void launch<Shape<true, 2, 128>>(Call, Operand, int, cudaStream_
 extern template void launch<Shape<false, 1, 128>>(Call, Operand, int, cudaStream_t, std::string&);
 extern template void launch<Shape<false, 2, 128>>(Call, Operand, int, cudaStream_t, std::string&);
 
-// x is bfloat16 [rows, k], k a multiple of 256 for FP4 and of 128 for FP8; values uint8 [experts, n, k / 2] of FP4, the even
-// value in the low nibble, or [experts, n, k] of FP8, n even; scales UE8M0 bytes [experts, n, k / 32] of FP4, else bytes or
-// float32 [experts, n / a power of two, k / 128]; without experts all have an axis less. sizes is int32 [experts], how many
-// rows each has, one expert's after the other's: rows behind all are not written; or None, without experts. A thread block
-// has tiles of 128 `tall` rows of a weight, 1 or 2, and of `most` rows of x: 128, or of FP4 and 1 also 256. out is bfloat16 or float32 [rows, n]. x and values begin at multiples of
-// 16 bytes. The caller validates sizes and dtypes.
-void ExpertTiles(ffi::TensorView x, ffi::TensorView values, ffi::TensorView scales, ffi::Optional<ffi::TensorView> sizes,
-                 int64_t tall, int64_t most, ffi::TensorView out) {
+// x is bfloat16 [rows, k], k a multiple of 256 for FP4 and of 128 for FP8; values uint8 [experts, n, k / 2] of FP4, the
+// even value in the low nibble, or [experts, n, k] of FP8, n even; scales UE8M0 bytes [experts, n, k / 32] of FP4, else
+// bytes or float32 [experts, n / a power of two, k / 128]; without experts all have an axis less. sizes is int32 [experts],
+// how many rows each has, one expert's after the other's: rows behind all are not written; or None, without experts. A
+// thread block has tiles of 128 `tall` rows of a weight, 1 or 2, and of up to `most` rows of x: 128, or of FP4 and `tall` 1
+// also 256. out is bfloat16 or float32 [rows, n]. x, values and scales begin at multiples of 16 bytes. The caller validates
+// sizes and dtypes.
+void ExpertTiles(ffi::TensorView x, ffi::TensorView values, ffi::TensorView scales,
+                 ffi::Optional<ffi::TensorView> sizes, int64_t tall, int64_t most, ffi::TensorView out) {
   Call call = {};
   int axes = values.ndim();
   call.rows = static_cast<int>(x.size(0)), call.k = static_cast<int>(x.size(1));

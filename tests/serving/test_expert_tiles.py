@@ -276,6 +276,7 @@ def test_its_products_are_not_serialised(tmp_path):
 # Lines without which the kernel is wrong.
 NEEDED = [
     "wait(&shared.free_weights[place.at], place.phase ^ 1);",
+    "arrive_after_copies(full);",
     "wait(&shared.free_x[place.at], place.phase ^ 1);",
     "wait(&shared.full_weights[weights_at.at], weights_at.phase);",
     "if (i == 0 && pass == 0) wait(&shared.full_x[x_at.at], x_at.phase);",
