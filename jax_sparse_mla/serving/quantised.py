@@ -178,12 +178,12 @@ def kernel_serves(x: jax.Array, weight: Weight) -> bool:
 
 
 def stored_product(plain: Callable[..., jax.Array], x: jax.Array, weight: Quantised, *which: jax.Array, **static: Any):
-    """`quantised_cuda.product` or `quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`, whose
+    """A kernel of `quantised_cuda` or `quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`, whose
     derivatives it has."""
 
     def kernel(x: jax.Array, *others: Any) -> jax.Array:
-        if quantised_cuda.serves(x, weight, *which, **static):
-            return quantised_cuda.product(x, *jax.tree.leaves(others), **static)
+        if product := quantised_cuda.chosen(x, weight, *which, **static):
+            return product(x, *jax.tree.leaves(others))
         if weight.format is WeightFormat.FP4:  # even values first
             x = x.reshape(x.shape[0], -1, 2).swapaxes(1, 2).reshape(x.shape)
         return launching("serving.quantised_triton.product", **static)(x, *others)

@@ -1,52 +1,90 @@
-"""Products of few rows with quantised weights by `kernels_cuda/expert_rows/`, as XLA calls them."""
+"""Products with quantised weights by CUDA kernels, as XLA calls them, and which of them takes a product.
+
+`kernels_cuda/expert_rows/` multiplies few rows, `kernels_cuda/expert_tiles/` many rows that are sorted by expert.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla.backend import SM80_AND_UP, TVM_FFI, Backend
+from jax_sparse_mla.backend import SM80_AND_UP, SM90, TVM_FFI, Backend
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.launch import build, tvm
 
-BACKEND = Backend(
+FEW = Backend(
     name="cuda",
     devices=(SM80_AND_UP,),
     device_names="SM80 and up",
     needs=(TVM_FFI,),
     binaries={"expert_rows": ("expert_rows", None)},
 )
+MANY = Backend(
+    name="cuda",
+    devices=(SM90,),
+    device_names="SM90",
+    needs=(TVM_FFI,),
+    binaries={"expert_tiles": ("expert_tiles", "90a")},
+)
 
-# Rows of a weight, on average, up to which this kernel serves and Triton's from there on: on an H200 it takes 0.6 of
-# Triton's time with 6 rows of FP4. Of FP8 rows that are sorted by expert, Triton's takes as long or less.
+# Rows of a weight, on average, up to which the kernel of few rows serves, but for FP8 rows that are sorted by expert.
+# On an H200 it takes 0.6 of Triton's time with 6 rows of FP4.
 MOST_ROWS = 8
-MOST_NAMED = 1024  # rows that name an expert each, of one call; the kernel has room for so many
-STEP_BYTES = 128  # of a weight's row, which it takes in whole steps
+MOST_NAMED = 1024  # rows that name an expert each, of one call; the kernel of few rows has room for so many
+MOST_EXPERTS = 1024  # the kernel of many rows has room for their numbers
+STEP_BYTES = 128  # of a weight's row, which both take in whole steps
+OUT = 128  # rows of a weight in the lower ones of the tiles of many rows
 
 
-def serves(x: Any, weight: Any, which: Any = None, *, sizes: bool = False, dtype: str = "bfloat16") -> bool:
-    """Whether this kernel takes a product here that `quantised_triton.product` can take; from shapes alone.
+def chosen(
+    x: Any, weight: Any, which: Any = None, *, sizes: bool = False, dtype: str = "bfloat16"
+) -> Callable[..., jax.Array] | None:
+    """The kernel, with these options, that takes a product here that `quantised_triton.product` can take; from shapes
+    alone. None: Triton's does.
 
     Args:
-      x, which: arrays or their shapes, as `product` has them.
+      x, which: arrays or their shapes, as `few_rows` has them.
       weight: a `Quantised`.
     """
-    del dtype
     (rows, k), named = x.shape, which is not None and not sizes
     experts, device = weight.shape[0] if weight.ndim == 3 else 1, DeviceInfo.current()
+    if k // weight.format.per_byte % STEP_BYTES or weight.rows & (weight.rows - 1):
+        return None
     # Eight rows of x and the sums of sixteen warps, beside the named rows.
-    shared = 16 * k + 16 * 640 + 4 * MOST_NAMED
-    fits = k // weight.format.per_byte % STEP_BYTES == 0 and not weight.rows & (weight.rows - 1)
-    if sizes and weight.format.per_byte == 1:
-        return False
-    if not fits or rows > MOST_ROWS * experts or (named and rows > MOST_NAMED) or shared > device.shared_memory_optin:
-        return False
-    return BACKEND.missing("expert_rows", "jax", device) is None
+    fits = 16 * k + 16 * 640 + 4 * MOST_NAMED <= device.shared_memory_optin and not (named and rows > MOST_NAMED)
+    few = rows <= MOST_ROWS * experts and not (sizes and weight.format.per_byte == 1)
+    if few and fits and FEW.missing("expert_rows", "jax", device) is None:
+        return partial(few_rows, sizes=sizes, dtype=dtype)
+    many = sizes and experts <= MOST_EXPERTS and weight.shape[-2] % 2 == 0
+    if many and MANY.missing("expert_tiles", "jax", device) is None:
+        of = tile(rows, experts, weight.shape[-2], device.sm_count, weight.format.per_byte)
+        return partial(many_rows, tile=of, dtype=dtype)
+    return None
 
 
-def product(
+class Tile(NamedTuple):
+    """What a thread block of the kernel of many rows computes at once: `OUT * tall` rows of a weight times up to `most`
+    rows of one expert."""
+
+    tall: int = 2
+    most: int = 128
+
+
+WIDE = Tile(1, 256)  # each weight is converted once for twice as many rows, which more tiles read
+
+
+def tile(rows: int, experts: int, n: int, sm_count: int, per_byte: int) -> Tile:
+    """The tile of rows that experts share evenly. Tall ones, unless multiprocessors would then have none."""
+    if per_byte == 2 and rows > 128 * experts:
+        return WIDE
+    return Tile(2 if min(rows, experts) * -(-n // (2 * OUT)) >= sm_count else 1)
+
+
+def few_rows(
     x: jax.Array,
     values: jax.Array,
     scales: jax.Array,
@@ -58,6 +96,29 @@ def product(
     """As `quantised_triton.product`, of x in its own order."""
     operands = [x, values, scales, *([] if which is None else [which])]
     arguments = [*map(tvm.Buffer, range(3)), None if which is None else tvm.Buffer(3), sizes, tvm.Buffer(len(operands))]
-    out = jax.ShapeDtypeStruct((x.shape[0], values.shape[-2]), jnp.dtype(dtype))
-    kernel = build.Binary(*BACKEND.binary("expert_rows", DeviceInfo.current()))
-    return tvm.call(kernel, "expert_rows", arguments, [out], *operands)[0]
+    return _call(FEW, "expert_rows", arguments, operands, dtype)
+
+
+def many_rows(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    sizes: jax.Array | None = None,
+    *,
+    tile: Tile,
+    dtype: str = "bfloat16",
+) -> jax.Array:
+    """As `quantised_triton.product`, of x in its own order, of rows that are sorted by expert, or of one weight.
+
+    Args:
+      sizes: int32 `[experts]`, how many rows each has, one expert's after the other's; None: the weight is `[N, K]`.
+      tile: wide ones are of FP4 alone.
+    """
+    operands = [x, values, scales, *([] if sizes is None else [sizes])]
+    arguments = [*map(tvm.Buffer, range(3)), None if sizes is None else tvm.Buffer(3), *tile, tvm.Buffer(len(operands))]
+    return _call(MANY, "expert_tiles", arguments, operands, dtype)
+
+
+def _call(backend: Backend, name: str, arguments: list[Any], operands: list[jax.Array], dtype: str) -> jax.Array:
+    out = jax.ShapeDtypeStruct((operands[0].shape[0], operands[1].shape[-2]), jnp.dtype(dtype))
+    return tvm.call(build.Binary(*backend.binary(name, DeviceInfo.current())), name, arguments, [out], *operands)[0]

@@ -13,16 +13,17 @@
 #pragma once
 
 #include "../sm90.cuh"
+#include "../stored_weights.cuh"
 
 namespace expert_rows {
 
 using namespace sm90;
+using namespace stored_weights;
 
 constexpr int kTile = 16;        // rows of a weight in a product
 constexpr int kColumns = 8;      // rows of x in a product
 constexpr int kStepBytes = 128;  // of a weight's row that a warp multiplies at once
 constexpr int kAhead = 2;        // steps that a warp has in flight, 2 KB each
-constexpr int kGroup = 128;      // k that share a scale of FP8
 constexpr int kPitch = 20;       // floats between columns of a warp's sums, so that lanes store to different banks
 constexpr int kMostNamed = 1024;  // rows that name an expert each
 constexpr int kMostTiles = 8;    // of a thread block
@@ -110,40 +111,25 @@ __device__ __forceinline__ Rows find_named(const Call& call, int row, int lane, 
 
 // --- numbers ----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint32_t twice(uint32_t bfloat16) { return bfloat16 * 0x10001; }
-
 // Eight e2m1 numbers of a word as pairs of the numbers i and i + 4, times 2^-126 and then times `factor`. Exponent and
 // mantissa move into those of bfloat16, where 0.5 is a subnormal number.
 __device__ __forceinline__ void convert_fp4(uint32_t (&pairs)[4], uint32_t word, uint32_t factor) {
-  constexpr uint32_t kSigns = 0x80008000, kNumbers = 0x01C001C0;
+  constexpr uint32_t kNumbers = kFp4Numbers;
   pairs[0] = multiply_pairs((word << 12 & kSigns) | (word << 6 & kNumbers), factor);
   pairs[1] = multiply_pairs((word << 8 & kSigns) | (word << 2 & kNumbers), factor);
   pairs[2] = multiply_pairs((word << 4 & kSigns) | (word >> 2 & kNumbers), factor);
   pairs[3] = multiply_pairs((word & kSigns) | (word >> 6 & kNumbers), factor);
 }
 
-// A UE8M0 scale for numbers that are 2^-126 of themselves: a first factor, and a second one that is 1 for scales up to 2.
-constexpr uint32_t kLargestAlone = 128;
-__device__ __forceinline__ uint32_t first_factor(uint32_t scale) {
-  return min(scale, kLargestAlone) * 0x00800080u + 126 * 0x00800080u;
-}
-__device__ __forceinline__ uint32_t second_factor(uint32_t scale) {
-  return scale == 255 ? 0x7FC07FC0 : twice((max(scale, kLargestAlone) - 1) << 7);
-}
-
 // Four e4m3 numbers of a word as pairs of the numbers i and i + 2. NaN becomes 480: `find_nan` notes it.
 __device__ __forceinline__ void convert_fp8(uint32_t& first, uint32_t& second, uint32_t word) {
-  constexpr uint32_t kSigns = 0x80008000, kNumbers = 0x07F007F0, k2To120 = 0x7B807B80;
+  constexpr uint32_t kNumbers = kFp8Numbers;
   first = multiply_pairs((word << 8 & kSigns) | (word << 4 & kNumbers), k2To120);
   second = multiply_pairs((word & kSigns) | (word >> 4 & kNumbers), k2To120);
 }
 
 // Sets the highest bit of a byte where a word has a NaN.
 __device__ __forceinline__ void find_nan(uint32_t& found, uint32_t word) { found |= (word & 0x7F7F7F7F) + 0x01010101; }
-
-__device__ __forceinline__ float ue8m0(uint32_t scale) {
-  return __int_as_float(static_cast<int>(scale == 0 ? 0x00400000 : scale == 255 ? 0x7FC00000 : scale << 23));
-}
 
 // --- x ----------------------------------------------------------------------------------------------------------
 

@@ -195,7 +195,10 @@ fault("quantised-part", "a part of a quantised weight has the first rows' scales
 fault = of("jax_sparse_mla/serving/quantised_triton.py", "tests/serving/test_quantised_triton.py")
 fault("quantised-scale-rows", "every scale of FP8 is taken for 128 rows", "n // SCALE_ROWS", "n // 128")
 fault = of("jax_sparse_mla/serving/quantised_cuda.py", "tests/serving/test_expert_rows.py")
-fault("few-rows-steps", "the kernel of few rows takes weights of half a step", "% STEP_BYTES == 0", "% STEP_BYTES >= 0")
+fault("few-rows-steps", "CUDA kernels take weights of half a step", "% STEP_BYTES or", "% STEP_BYTES < 0 or")
+fault = of("jax_sparse_mla/serving/quantised_cuda.py", "tests/serving/test_expert_tiles.py")
+fault("many-rows-low", "tiles are tall where multiprocessors then have none", ">= sm_count else 1", ">= 0 else 1")
+fault("many-rows-wide", "wide tiles of FP8", "per_byte == 2 and rows", "rows")
 fault = of("jax_sparse_mla/serving/model.py", "tests/serving/test_quantised.py")
 fault("loop-formats", "layers whose weights have other formats are one loop", "signature(params.layers[i])", "None")
 

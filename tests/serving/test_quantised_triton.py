@@ -15,6 +15,7 @@ from compiled_facts import ARCHITECTURES, SHARED_MEMORY, compiled_facts
 from sparse_mla_torch.launch.executor import executor
 from triton_device import ON_GPU, Interpreted, tensor
 
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.number_formats import e2m1_times_ue8m0
 from jax_sparse_mla.launch import dispatch, triton_call
 from jax_sparse_mla.launch.describe import Device
@@ -162,15 +163,20 @@ def test_kernels_compile(capabilities, tmp_path):
 @pytest.mark.parametrize("form", WeightFormat)
 @pytest.mark.parametrize("rows", [1, 8, 64, 700])
 def test_jax_runs_the_kernel(form, rows):
-    """Both products are by the CUDA kernel, but for 700 rows and sorted rows of FP8, which are Triton's."""
+    """Both products are by CUDA kernels: that of few rows, or on SM90 that of many, elsewhere Triton's."""
     rng = np.random.default_rng(rows)
     gate_up, down = weight(form, 32, 512, 256), weight(form, 32, 256, 256)
     x = jnp.asarray(0.1 * rng.standard_normal((rows, 256)), jnp.bfloat16)
     chosen = jnp.asarray(np.stack([rng.permutation(32)[:4] for _ in range(rows)]), jnp.int32)
     weights = jnp.asarray(rng.uniform(size=(rows, 4)), jnp.float32)
     step = jax.jit(experts, static_argnums=5).lower(x, chosen, weights, gate_up, down, 1.0)
-    by_triton = rows == 700 or (rows, form) == (64, WeightFormat.FP8)
-    name = "quantised_product_kernel" if by_triton else "jax_sparse_mla.expert_rows"
+    is_many = rows == 700 or (rows, form) == (64, WeightFormat.FP8)
+    many = (
+        "jax_sparse_mla.expert_tiles"
+        if DeviceInfo.current().compute_capability == (9, 0)
+        else "quantised_product_kernel"
+    )
+    name = many if is_many else "jax_sparse_mla.expert_rows"
     assert step.as_text().count(name) >= 2
     wanted = experts(x, chosen, weights, multiplied_out(gate_up), multiplied_out(down), 1.0)
     np.testing.assert_allclose(
