@@ -271,7 +271,9 @@ def transformers_cases(capability):
         arrays = Array((1, rows, 64, 128), "bfloat16"), Array((1, rows, 64), "float32")
         arrays += Array((1, columns, 128), "bfloat16"), Array((1, rows), "int32")
         launch = scores.described(1, rows, 64, 128, columns, columns)
-        yield from recorded(capability, f"{rows}", lambda execute, *arrays: execute(launch, arrays), *arrays)
+        yield from recorded(
+            capability, f"{rows}", lambda execute, launch, *arrays: execute(launch, arrays), launch, *arrays
+        )
 
 
 def recorded(capability, name, function, *arguments):

@@ -53,8 +53,8 @@ class _Sparse:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), selected
 
     def _latents(self, projected: Tensor, table: Tensor, cache: Cache | None) -> Tensor:
-        """Latents and turned keys of all tokens: `[batch, tokens or more, 576]`; rows behind the tokens are not read."""
-        (batch, num_rows, width), rank = projected.shape, self.kv_lora_rank
+        """Latents and turned keys of all tokens: `[batch, tokens or more, 576]`; rows behind them are not read."""
+        num_rows, rank = projected.shape[1], self.kv_lora_rank
         latent, rope = projected[..., :rank], projected[..., rank:]
         layer = kept.layer_of(cache, self.layer_idx)
         if torch.is_grad_enabled() or (cache is not None and layer is None):
@@ -81,7 +81,7 @@ class _Sparse:
     @torch.no_grad()
     def _index_keys(self, hidden: Tensor, table: Tensor, cache: Cache | None) -> Tensor:
         """The index keys of all tokens, `[batch, tokens or more, dim]`."""
-        indexer, (batch, num_rows, _) = self.indexer, hidden.shape
+        indexer, num_rows = self.indexer, hidden.shape[1]
         new, rope = indexer.k_norm(indexer.wk(hidden)), indexer.qk_rope_head_dim
         layer = kept.layer_of(cache, self.layer_idx)
         if cache is not None and (layer is None or not hasattr(layer, "update_indexer")):
