@@ -171,6 +171,23 @@ def test_bfloat16_is_as_near_to_float32_as_eager(name):
     assert ours.mean() < 1.2 * eager.mean() and ours.max() < 2 * eager.max()
 
 
+@pytest.mark.always("v4")
+@EACH
+@torch.no_grad()
+def test_steps_in_bfloat16_are_those_of_the_whole_prompt(name):
+    """In a batch and alone, with and without padding: but for near choices, of which rounding makes others."""
+    model = random_model(CONFIGS[name](num_experts_per_tok=4), seed=2).to(DEVICE)
+    tokens = batch_of(2).to(DEVICE)
+    mask = left_padding(tokens, 30)
+    with use(model):
+        for rows, seen in ((tokens, None), (tokens[1:], None), (tokens, mask)):
+            positions = None if seen is None else (seen.cumsum(1) - 1).clamp(min=0)
+            whole = model(rows, attention_mask=seen, position_ids=positions, use_cache=False).logits[:, 150:]
+            steps = run(model, rows, range(150, LENGTH), seen)[:, 150:]
+            apart = (steps - whole).float().abs().mean() / whole.float().std()
+            assert apart < 0.05, apart
+
+
 # --- memory -----------------------------------------------------------------------------------------
 
 
