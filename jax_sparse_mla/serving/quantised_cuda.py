@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,12 @@ MANY = Backend(
 # Rows of a weight, on average, up to which the kernel of few rows serves, but for FP8 rows that are sorted by expert.
 # On an H200 it takes 0.6 of Triton's time with 6 rows of FP4.
 MOST_ROWS = 8
+# FP8 rows of an expert, on average, from which on the kernel of many rows is sooner than Triton's.
+FROM_ROWS = 24
 MOST_NAMED = 1024  # rows that name an expert each, of one call; the kernel of few rows has room for so many
 MOST_EXPERTS = 1024  # the kernel of many rows has room for their numbers
 STEP_BYTES = 128  # of a weight's row, which both take in whole steps
-OUT = 128  # rows of a weight in the lower ones of the tiles of many rows
+OUT = 256  # rows of a weight in a tile of the kernel of many rows
 
 
 def chosen(
@@ -60,28 +62,12 @@ def chosen(
     if few and fits and FEW.missing("expert_rows", "jax", device) is None:
         return partial(few_rows, sizes=sizes, dtype=dtype)
     many = sizes and experts <= MOST_EXPERTS and weight.shape[-2] % 2 == 0
+    many &= rows >= FROM_ROWS * experts or weight.format.per_byte == 2
+    # Where fewer tiles are certain than there are multiprocessors, Triton's smaller ones keep more of them busy.
+    many &= min(rows, experts) * -(-weight.shape[-2] // OUT) >= device.sm_count
     if many and MANY.missing("expert_tiles", "jax", device) is None:
-        of = tile(rows, experts, weight.shape[-2], device.sm_count, weight.format.per_byte)
-        return partial(many_rows, tile=of, dtype=dtype)
+        return partial(many_rows, dtype=dtype)
     return None
-
-
-class Tile(NamedTuple):
-    """What a thread block of the kernel of many rows computes at once: `OUT * tall` rows of a weight times up to `most`
-    rows of one expert."""
-
-    tall: int = 2
-    most: int = 128
-
-
-WIDE = Tile(1, 256)  # each weight is converted once for twice as many rows, which more tiles read
-
-
-def tile(rows: int, experts: int, n: int, sm_count: int, per_byte: int) -> Tile:
-    """The tile of rows that experts share evenly. Tall ones, unless multiprocessors would then have none."""
-    if per_byte == 2 and rows > 128 * experts:
-        return WIDE
-    return Tile(2 if min(rows, experts) * -(-n // (2 * OUT)) >= sm_count else 1)
 
 
 def few_rows(
@@ -105,17 +91,15 @@ def many_rows(
     scales: jax.Array,
     sizes: jax.Array | None = None,
     *,
-    tile: Tile,
     dtype: str = "bfloat16",
 ) -> jax.Array:
     """As `quantised_triton.product`, of x in its own order, of rows that are sorted by expert, or of one weight.
 
     Args:
       sizes: int32 `[experts]`, how many rows each has, one expert's after the other's; None: the weight is `[N, K]`.
-      tile: wide ones are of FP4 alone.
     """
     operands = [x, values, scales, *([] if sizes is None else [sizes])]
-    arguments = [*map(tvm.Buffer, range(3)), None if sizes is None else tvm.Buffer(3), *tile, tvm.Buffer(len(operands))]
+    arguments = [*map(tvm.Buffer, range(3)), None if sizes is None else tvm.Buffer(3), tvm.Buffer(len(operands))]
     return _call(MANY, "expert_tiles", arguments, operands, dtype)
 
 

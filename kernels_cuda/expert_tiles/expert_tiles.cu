@@ -14,21 +14,17 @@ namespace ffi = tvm::ffi;
 
 namespace expert_tiles {
 
-extern template void launch<Shape<true, 1, 128>>(Call, Operand, int, cudaStream_t, std::string&);
-extern template void launch<Shape<true, 1, 256>>(Call, Operand, int, cudaStream_t, std::string&);
-extern template void launch<Shape<true, 2, 128>>(Call, Operand, int, cudaStream_t, std::string&);
-extern template void launch<Shape<false, 1, 128>>(Call, Operand, int, cudaStream_t, std::string&);
-extern template void launch<Shape<false, 2, 128>>(Call, Operand, int, cudaStream_t, std::string&);
+extern template void launch<Shape<true>>(Call, Operand, int, cudaStream_t, std::string&);
+extern template void launch<Shape<false>>(Call, Operand, int, cudaStream_t, std::string&);
 
 // x is bfloat16 [rows, k], k a multiple of 256 for FP4 and of 128 for FP8; values uint8 [experts, n, k / 2] of FP4, the
 // even value in the low nibble, or [experts, n, k] of FP8, n even; scales UE8M0 bytes [experts, n, k / 32] of FP4, else
 // bytes or float32 [experts, n / a power of two, k / 128]; without experts all have an axis less. sizes is int32 [experts],
-// how many rows each has, one expert's after the other's: rows behind all are not written; or None, without experts. A
-// thread block has tiles of 128 `tall` rows of a weight, 1 or 2, and of up to `most` rows of x: 128, or of FP4 and `tall` 1
-// also 256. out is bfloat16 or float32 [rows, n]. x, values and scales begin at multiples of 16 bytes. The caller validates
-// sizes and dtypes.
+// how many rows each has, one expert's after the other's: rows behind all are not written; or None, without experts. out
+// is bfloat16 or float32 [rows, n]. x, values and scales begin at multiples of 16 bytes. The caller validates sizes and
+// dtypes.
 void ExpertTiles(ffi::TensorView x, ffi::TensorView values, ffi::TensorView scales,
-                 ffi::Optional<ffi::TensorView> sizes, int64_t tall, int64_t most, ffi::TensorView out) {
+                 ffi::Optional<ffi::TensorView> sizes, ffi::TensorView out) {
   Call call = {};
   int axes = values.ndim();
   call.rows = static_cast<int>(x.size(0)), call.k = static_cast<int>(x.size(1));
@@ -50,11 +46,7 @@ void ExpertTiles(ffi::TensorView x, ffi::TensorView values, ffi::TensorView scal
   std::string why;
   if (cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) why = "no device";
   auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(x.device().device_type, device));
-  auto launch_shape = fp4 ? tall == 2   ? launch<Shape<true, 2, 128>>
-                            : most > 128 ? launch<Shape<true, 1, 256>>
-                                         : launch<Shape<true, 1, 128>>
-                          : tall == 2 ? launch<Shape<false, 2, 128>>
-                                      : launch<Shape<false, 1, 128>>;
+  auto launch_shape = fp4 ? launch<Shape<true>> : launch<Shape<false>>;
   if (why.empty()) launch_shape(call, {x.data_ptr(), values.data_ptr()}, sms, stream, why);
   if (!why.empty()) TVM_FFI_THROW(RuntimeError) << "expert_tiles: " << why;
 }

@@ -13,9 +13,9 @@
 // * A warp has 8 numbers for each lane and converts them by about 28 instructions, with loads and scales. Of FP4 12 are of
 //   the integer units, which take 2 cycles each, of FP8 16. Both warpgroups share the units: so tensor cores can be busy
 //   from 64 columns on, and 512 bytes of FP4 take 28 cycles, 4.2 TB/s on an H200 at 1.75 GHz.
-// * Shared memory gives 128 bytes a cycle: x takes N / 4 for the products, and N / 16 or N / 8 to come there, for a tile
-//   of 256 or 128 rows of a weight; the weight about 5 + 4. So it is busy for 0.8 to 0.9 of the tensor cores' time.
-// * A tile of 256 x 96 reads 328 bytes for each k from the L2, one of 128 x 208 reads 484: at 500 TFLOP/s 3.3 and 4.5 TB/s.
+// * Shared memory gives 128 bytes a cycle: x takes N / 4 for the products, and N / 16 to come there; the weight about
+//   5 + 4. So it is busy for 0.8 of the tensor cores' time.
+// * A tile of 256 x 96 reads 328 bytes for each k from the L2: at 500 TFLOP/s 3.3 TB/s.
 //
 // Scales of FP4 multiply the numbers, which is exact; those of FP8 multiply the sums over 128 columns. A tile's sums are
 // made in the same order, however many rows it has: a row's result does not depend on the other rows of the call.
@@ -32,6 +32,8 @@ using namespace sm90;
 using namespace stored_weights;
 using tensor_map::kLine, tensor_map::Tiles;
 
+constexpr int kTall = 2;       // tiles of 64 rows of a weight that a consumer warpgroup has
+constexpr int kOut = 128 * kTall, kMost = 128;  // rows of a weight and of x, the most, of a tile
 constexpr int kXStep = 64;     // k of a tile of x
 constexpr int kGrain = 16;     // columns of a product, and rows of a copied box of x, are a multiple
 constexpr int kStepScales = 2 * kLine / kFp4Group;  // of a row of FP4 in a step
@@ -39,7 +41,8 @@ constexpr int kTogether = 8;   // tiles of columns that read the same tile of a 
 constexpr int kMostExperts = 1024;
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
 constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;  // of 168 that each thread begins with
-constexpr int kRoom = 216 << 10;  // for both rings
+constexpr int kStepBytes = kOut * kLine, kSlotBytes = kMost * kLine;
+constexpr int kSteps = 3, kSlots = 7;  // of the rings
 
 struct Call {
   CUtensorMap weights, x;  // tiles of 128 bytes of `out` rows, or of kGrain
@@ -51,27 +54,20 @@ struct Call {
   bool float_scales, float_out;
 };
 
-// A kernel's numbers, how many tiles of 64 rows of a weight a consumer warpgroup has, and the most columns of a product.
-template <bool kFp4_, int kTall_, int kMost_>
+// A kernel's numbers.
+template <bool kFp4_>
 struct Shape {
   static constexpr bool kFp4 = kFp4_;
-  static constexpr int kTall = kTall_, kMost = kMost_, kOut = 128 * kTall;
   static constexpr int kStep = kFp4 ? 2 * kLine : kLine;  // k of a step
   static constexpr int kSlotsOfStep = kStep / kXStep;
-  // Columns of products, as multiples of so many: up to 128, and above.
-  static constexpr int kWidths = kTall == 2 ? kGrain : 2 * kGrain, kMoreWidths = kGrain;
-  static constexpr int kStepBytes = kOut * kLine, kSlotBytes = kMost * kLine;
-  static constexpr int kSteps = (kMost <= 64 ? 128 : kMost <= 128 ? 96 : 64) * 1024 / kStepBytes;  // of the ring
-  static constexpr int kSlots = (kRoom - kSteps * kStepBytes) / kSlotBytes < 16
-                                    ? (kRoom - kSteps * kStepBytes) / kSlotBytes : 16;
 };
 
 template <typename Shape>
 struct Shared {
-  uint8_t weights[Shape::kSteps][Shape::kStepBytes];
-  uint8_t x[Shape::kSlots][Shape::kSlotBytes];
-  uint8_t scales[Shape::kSteps][Shape::kFp4 ? Shape::kOut * kStepScales : 16];  // of FP4
-  Barrier full_weights[Shape::kSteps], free_weights[Shape::kSteps], full_x[Shape::kSlots], free_x[Shape::kSlots];
+  uint8_t weights[kSteps][kStepBytes];
+  uint8_t x[kSlots][kSlotBytes];
+  uint8_t scales[kSteps][Shape::kFp4 ? kOut * kStepScales : 16];  // of FP4
+  Barrier full_weights[kSteps], free_weights[kSteps], full_x[kSlots], free_x[kSlots];
   int first[kMostExperts + 1], begin[kMostExperts + 1];  // each expert's first tile, and its first row of x
 };
 
@@ -87,7 +83,7 @@ inline Tiles<2> tiles_of(const void* data, int64_t rows, int64_t row_bytes, int 
 template <typename Shape, typename Map>
 void set_maps(Call& call, const void* x, const void* values, Map map_of) {
   int64_t row_bytes = Shape::kFp4 ? call.k / 2 : call.k;
-  call.weights = map_of(tiles_of(values, int64_t{call.experts} * call.n, row_bytes, Shape::kOut));
+  call.weights = map_of(tiles_of(values, int64_t{call.experts} * call.n, row_bytes, kOut));
   call.x = map_of(tiles_of(x, call.rows, int64_t{call.k} * 2, kGrain));
 }
 
@@ -108,12 +104,12 @@ struct Place {
 // Fills `first` and `begin`; one warp calls it.
 template <typename Shape>
 __device__ void count_tiles(const Call& call, Shared<Shape>& shared) {
-  int lane = threadIdx.x % 32, outs = divided_up(call.n, Shape::kOut), tiles = 0, rows = 0;
+  int lane = threadIdx.x % 32, outs = divided_up(call.n, kOut), tiles = 0, rows = 0;
 #pragma unroll 4
   for (int from = 0; from < call.experts; from += 32) {
     int expert = from + lane, size = 0;
     if (expert < call.experts) size = call.sizes ? max(__ldg(call.sizes + expert), 0) : call.rows;
-    int count = divided_up(size, Shape::kMost) * outs, sum = count, end = size;
+    int count = divided_up(size, kMost) * outs, sum = count, end = size;
     for (int step = 1; step < 32; step *= 2) {
       int before = __shfl_up_sync(~0u, sum, step), rows_before = __shfl_up_sync(~0u, end, step);
       if (lane >= step) sum += before, end += rows_before;
@@ -142,12 +138,12 @@ __device__ __forceinline__ Tile find_tile(const Call& call, const Shared<Shape>&
     (shared.first[middle] <= index ? low : high) = middle;
   }
   int begin = shared.begin[low], size = shared.begin[low + 1] - begin, rest = index - shared.first[low];
-  int parts = divided_up(size, Shape::kMost), part_rows = divided_up(divided_up(size, parts), kGrain) * kGrain;
-  int whole = kTogether * divided_up(call.n, Shape::kOut), group = rest / whole;
+  int parts = divided_up(size, kMost), part_rows = divided_up(divided_up(size, parts), kGrain) * kGrain;
+  int whole = kTogether * divided_up(call.n, kOut), group = rest / whole;
   rest -= group * whole;
   int together = min(kTogether, parts - group * kTogether), out = rest / together;
   int row = (group * kTogether + rest - out * together) * part_rows;
-  return {low, out * Shape::kOut, begin + row, max(min(part_rows, size - row), 0)};
+  return {low, out * kOut, begin + row, max(min(part_rows, size - row), 0)};
 }
 
 template <typename Shape, typename Do>
@@ -164,7 +160,7 @@ template <typename Shape>
 constexpr int kCopies = Shape::kFp4 ? 33 : 1;  // arrivals
 template <typename Shape>
 __device__ void copy_weights(const Call& call, Shared<Shape>& shared) {
-  Place<Shape::kSteps> place;
+  Place<kSteps> place;
   int lane = threadIdx.x % 32, groups = call.k / kFp4Group;
   for_each_tile(call, shared, [&](const Tile& tile) {
     const uint8_t* scales = call.scales + int64_t{tile.expert} * call.n * groups;
@@ -172,12 +168,12 @@ __device__ void copy_weights(const Call& call, Shared<Shape>& shared) {
       Barrier* full = &shared.full_weights[place.at];
       wait(&shared.free_weights[place.at], place.phase ^ 1);
       if (lane == 0) {
-        expect(full, Shape::kStepBytes);
+        expect(full, kStepBytes);
         copy_box(shared.weights[place.at], call.weights, tile.expert * call.n + tile.out, step, full);
       }
       if constexpr (Shape::kFp4) {
         uint32_t to = shared_address(shared.scales[place.at]);
-        for (int row = lane; row < Shape::kOut; row += 32) {  // what comes of a row behind the weight is not stored
+        for (int row = lane; row < kOut; row += 32) {  // what comes of a row behind the weight is not stored
           int n = min(tile.out + row, call.n - 1);
           copy_async_small<kStepScales>(to + row * kStepScales, scales + int64_t{n} * groups + step * kStepScales);
         }
@@ -190,7 +186,7 @@ __device__ void copy_weights(const Call& call, Shared<Shape>& shared) {
 // One thread copies x.
 template <typename Shape>
 __device__ void copy_x(const Call& call, Shared<Shape>& shared) {
-  Place<Shape::kSlots> place;
+  Place<kSlots> place;
   for_each_tile(call, shared, [&](const Tile& tile) {
     int columns = tile.columns();
     for (int step = 0; step < call.k / kXStep; step++, place.advance()) {
@@ -230,7 +226,6 @@ __device__ __forceinline__ bool has_nan(uint32_t largest) {
 // The rows of a weight that a lane has of a tile: rows 64 m + 8 i further than the first one, i = 0 and 1.
 template <typename Shape>
 struct Lane {
-  static constexpr int kTall = Shape::kTall;
   int row, part;  // the first row; which of the four lanes that share a row
   uint32_t selector;
 
@@ -249,7 +244,6 @@ struct Lane {
 };
 
 // A lane's scales of FP8: one of each row for a step.
-template <int kTall>
 struct Scales {
   const uint8_t* base;  // of the expert
   int at[kTall][2];
@@ -276,12 +270,10 @@ struct Scales {
 };
 
 // A lane's scales of FP4: two of each row for a slot of x, in the lowest bytes.
-template <int kTall>
 using TwoScales = uint32_t[kTall][2];
 
 // Loads them. Whether a lane of the warp has one above 1: numbers may then need two factors.
-template <int kTall>
-__device__ __forceinline__ bool load_scales(TwoScales<kTall>& to, const uint8_t* scales, int row, int slot) {
+__device__ __forceinline__ bool load_scales(TwoScales& to, const uint8_t* scales, int row, int slot) {
   uint32_t all = 0;
 #pragma unroll
   for (int m = 0; m < kTall; m++)
@@ -295,7 +287,7 @@ __device__ __forceinline__ bool load_scales(TwoScales<kTall>& to, const uint8_t*
 
 // What some products multiply: of FP4 all of a warpgroup's tiles, of FP8 one of them, 16 bytes of each row.
 template <typename Shape>
-constexpr int kHeld = Shape::kFp4 ? Shape::kTall : 1;
+constexpr int kHeld = Shape::kFp4 ? kTall : 1;
 template <typename Shape>
 using Stored = uint4[kHeld<Shape>][2];
 template <typename Shape>
@@ -303,9 +295,9 @@ using Operands = uint32_t[kHeld<Shape>][4];
 
 // A row of the weight with a NaN has no other sums.
 template <typename Shape, int kSums>
-__device__ __forceinline__ void spread_nan(float (&sums)[Shape::kTall][kSums], const uint32_t (&largest)[Shape::kTall][2]) {
+__device__ __forceinline__ void spread_nan(float (&sums)[kTall][kSums], const uint32_t (&largest)[kTall][2]) {
 #pragma unroll
-  for (int m = 0; m < Shape::kTall; m++)
+  for (int m = 0; m < kTall; m++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {  // the row's other lanes have others of its numbers
       uint32_t all = larger_pairs(largest[m][i], __shfl_xor_sync(~0u, largest[m][i], 1));
@@ -318,7 +310,7 @@ __device__ __forceinline__ void spread_nan(float (&sums)[Shape::kTall][kSums], c
 
 template <typename Shape, int kSums>
 __device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, const Lane<Shape>& lane,
-                                           const float (&sums)[Shape::kTall][kSums]) {
+                                           const float (&sums)[kTall][kSums]) {
   int row = tile.out + lane.row;
   if (call.float_out) {
     int column = lane.part * 2;
@@ -326,7 +318,7 @@ __device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, c
 #pragma unroll
     for (int j = 0; j < kSums; j += 4, column += 8, to += int64_t{8} * call.n)
 #pragma unroll
-      for (int m = 0; m < Shape::kTall; m++)
+      for (int m = 0; m < kTall; m++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
           if (row + m * 64 + i / 2 * 8 < call.n && column + i % 2 < tile.count)
@@ -342,7 +334,7 @@ __device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, c
 #pragma unroll
   for (int j = 0; j < kSums; j += 4, column += 8, to += int64_t{8} * call.n)
 #pragma unroll
-    for (int m = 0; m < Shape::kTall; m++) {
+    for (int m = 0; m < kTall; m++) {
       uint32_t first = rounded({sums[m][j], sums[m][j + 1]}), second = rounded({sums[m][j + 2], sums[m][j + 3]});
       uint32_t mine = odd ? second : first, other = __shfl_xor_sync(~0u, odd ? first : second, 4);
 #pragma unroll
@@ -358,10 +350,10 @@ __device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, c
 // scale, which is seldom, all are made once more.
 template <typename Shape>
 __device__ __forceinline__ void convert(Operands<Shape>& to, const Stored<Shape>& stored, bool last, uint32_t selector,
-                                        const TwoScales<Shape::kTall>& scales, int byte, bool large) {
+                                        const TwoScales& scales, int byte, bool large) {
   auto each = [&](auto factor_of) {
 #pragma unroll
-    for (int m = 0; m < Shape::kTall; m++)
+    for (int m = 0; m < kTall; m++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const uint4& x = stored[m][i];
@@ -374,7 +366,7 @@ __device__ __forceinline__ void convert(Operands<Shape>& to, const Stored<Shape>
   if (!large) return;
   each([](uint32_t scale) { return first_factor(scale); });
 #pragma unroll
-  for (int m = 0; m < Shape::kTall; m++)
+  for (int m = 0; m < kTall; m++)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       uint32_t second = second_factor(permute(scales[m][i % 2], 0, 0x4440 + byte));
@@ -386,23 +378,23 @@ __device__ __forceinline__ void convert(Operands<Shape>& to, const Stored<Shape>
 // of the other one are under way. Where more start together, ptxas says that registers are short, and lets none overlap.
 template <typename Shape, int kColumns>
 __device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& shared, const Tile& tile,
-                                              const Lane<Shape>& lane, Place<Shape::kSteps>& weights_at,
-                                              Place<Shape::kSlots>& x_at) {
+                                              const Lane<Shape>& lane, Place<kSteps>& weights_at,
+                                              Place<kSlots>& x_at) {
   constexpr bool kFp4 = Shape::kFp4;
-  constexpr int kTall = Shape::kTall, kSums = kColumns / 2, kPasses = kTall / kHeld<Shape>;
+  constexpr int kSums = kColumns / 2, kPasses = kTall / kHeld<Shape>;
   constexpr int kProducts = kXStep / 16;  // of a slot of x
   float sums[kTall][kSums] = {};
   uint32_t largest[kTall][2] = {};
   Operands<Shape> operands[2];
   int steps = call.k / Shape::kStep, thread = threadIdx.x % 32;
-  Scales<kTall> scales(call, tile, lane.row), next(call, tile, lane.row);
+  Scales scales(call, tile, lane.row), next(call, tile, lane.row);
   if (!kFp4) next.load(call, 0);
   int used = -1;  // the slot of x that products under way may still read
 
   for (int step = 0; step < steps; step++) {
     scales = next;
     if (!kFp4 && step + 1 < steps) next.load(call, step + 1);
-    Place<Shape::kSlots> first_x = x_at;
+    Place<kSlots> first_x = x_at;
     wait(&shared.full_weights[weights_at.at], weights_at.phase);
     const uint8_t* weights = shared.weights[weights_at.at];
 #pragma unroll
@@ -412,8 +404,8 @@ __device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& s
 #pragma unroll(kFp4 ? 1 : Shape::kSlotsOfStep)
       for (int slot = 0; slot < Shape::kSlotsOfStep; slot++, x_at.advance()) {
         uint32_t x = shared_address(shared.x[x_at.at]);
-        TwoScales<kTall> two;
-        bool large = kFp4 && load_scales<kTall>(two, shared.scales[weights_at.at], lane.row, slot);
+        TwoScales two;
+        bool large = kFp4 && load_scales(two, shared.scales[weights_at.at], lane.row, slot);
         Stored<Shape> stored;
 #pragma unroll
         for (int i = 0; i < kProducts; i++) {
@@ -471,26 +463,24 @@ __device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& s
   store_sums<Shape>(call, tile, lane, sums);
 }
 
-// As many columns as the tile has, or a few more.
+// As many columns as the tile has.
 template <typename Shape, int kColumns>
 __device__ __forceinline__ void multiply_columns(const Call& call, Shared<Shape>& shared, const Tile& tile,
-                                                 const Lane<Shape>& lane, Place<Shape::kSteps>& weights_at,
-                                                 Place<Shape::kSlots>& x_at) {
-  if constexpr (kColumns < Shape::kMost) {
-    constexpr int kMore = kColumns < 128 ? Shape::kWidths : Shape::kMoreWidths;
+                                                 const Lane<Shape>& lane, Place<kSteps>& weights_at,
+                                                 Place<kSlots>& x_at) {
+  if constexpr (kColumns < kMost)
     if (tile.columns() > kColumns)
-      return multiply_columns<Shape, kColumns + kMore>(call, shared, tile, lane, weights_at, x_at);
-  }
+      return multiply_columns<Shape, kColumns + kGrain>(call, shared, tile, lane, weights_at, x_at);
   multiply_tile<Shape, kColumns>(call, shared, tile, lane, weights_at, x_at);
 }
 
 template <typename Shape>
 __device__ void consume(const Call& call, Shared<Shape>& shared) {
   Lane<Shape> lane;
-  Place<Shape::kSteps> weights_at;
-  Place<Shape::kSlots> x_at;
+  Place<kSteps> weights_at;
+  Place<kSlots> x_at;
   for_each_tile(call, shared, [&](const Tile& tile) {
-    multiply_columns<Shape, Shape::kWidths>(call, shared, tile, lane, weights_at, x_at);
+    multiply_columns<Shape, kGrain>(call, shared, tile, lane, weights_at, x_at);
   });
 }
 
@@ -499,8 +489,8 @@ __global__ void __launch_bounds__(kThreads, 1) expert_tiles_kernel(const __grid_
   Shared<Shape>& shared = *reinterpret_cast<Shared<Shape>*>(tiles_memory());
   if (threadIdx.x == 0) {
     constexpr int kReaders = kConsumers / 32 * kArrivalsOfWarp;
-    for (int i = 0; i < Shape::kSteps; i++) init(&shared.full_weights[i], kCopies<Shape>), init(&shared.free_weights[i], kReaders);
-    for (int i = 0; i < Shape::kSlots; i++) init(&shared.full_x[i], 1), init(&shared.free_x[i], kReaders);
+    for (int i = 0; i < kSteps; i++) init(&shared.full_weights[i], kCopies<Shape>), init(&shared.free_weights[i], kReaders);
+    for (int i = 0; i < kSlots; i++) init(&shared.full_x[i], 1), init(&shared.free_x[i], kReaders);
     fence_barriers();
   }
   if (threadIdx.x / 32 == 1) count_tiles(call, shared);

@@ -197,8 +197,8 @@ fault("quantised-scale-rows", "every scale of FP8 is taken for 128 rows", "n // 
 fault = of("jax_sparse_mla/serving/quantised_cuda.py", "tests/serving/test_expert_rows.py")
 fault("few-rows-steps", "CUDA kernels take weights of half a step", "% STEP_BYTES or", "% STEP_BYTES < 0 or")
 fault = of("jax_sparse_mla/serving/quantised_cuda.py", "tests/serving/test_expert_tiles.py")
-fault("many-rows-low", "tiles are tall where multiprocessors then have none", ">= sm_count else 1", ">= 0 else 1")
-fault("many-rows-wide", "wide tiles of FP8", "per_byte == 2 and rows", "rows")
+fault("many-rows-idle", "the kernel of many rows leaves multiprocessors without a tile", ">= device.sm_count", ">= 0")
+fault("many-rows-fp8", "a few FP8 rows of an expert take the kernel of many", "rows >= FROM_ROWS", "rows >= 0")
 fault = of("jax_sparse_mla/serving/model.py", "tests/serving/test_quantised.py")
 fault("loop-formats", "layers whose weights have other formats are one loop", "signature(params.layers[i])", "None")
 

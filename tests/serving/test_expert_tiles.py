@@ -42,31 +42,28 @@ from jax_sparse_mla.launch import build
 from jax_sparse_mla.serving import quantised, quantised_cuda
 from jax_sparse_mla.serving.moe import experts
 from jax_sparse_mla.serving.quantised import Quantised, WeightFormat, multiplied_out
-from jax_sparse_mla.serving.quantised_cuda import WIDE, Tile
 from jax_sparse_mla.serving.shapes_alone import H200
 
 pytestmark = pytest.mark.torch
 BF16 = ml_dtypes.bfloat16
 FP4, FP8 = WeightFormat.FP4, WeightFormat.FP8
-LOW = Tile(1)
-TILES = [Tile(), LOW, WIDE]
 
 
 @pytest.fixture(scope="module")
 def product(tmp_path_factory):
-    """`product(x, weight, sizes, dtype, tile)` in a poisoned result; on the host also how many thread blocks there
-    are, and the seed of an order of warps."""
+    """`product(x, weight, sizes, dtype)` in a poisoned result; on the host also how many thread blocks there are, and
+    the seed of an order of warps."""
     if ON_GPU:
         return _on_the_device
     return partial(_on_the_host, compiled_once("expert_tiles", "expert_tiles", tmp_path_factory))
 
 
-def _on_the_device(x, weight, sizes=None, dtype="bfloat16", tile=TILES[0], **launch):
+def _on_the_device(x, weight, sizes=None, dtype="bfloat16", **launch):
     given = [jnp.asarray(x), weight.values, weight.scales, *([] if sizes is None else [jnp.asarray(sizes, jnp.int32)])]
-    return np.asarray(jax.jit(partial(quantised_cuda.many_rows, tile=tile, dtype=dtype))(*given))
+    return np.asarray(jax.jit(partial(quantised_cuda.many_rows, dtype=dtype))(*given))
 
 
-def _on_the_host(library, x, weight, sizes=None, dtype="bfloat16", tile=TILES[0], *, blocks=3, seed=0):
+def _on_the_host(library, x, weight, sizes=None, dtype="bfloat16", *, blocks=3, seed=0):
     n, k = weight.shape[-2:]
     out, guard = poisoned((len(x), n), np.dtype(BF16 if dtype == "bfloat16" else dtype))
     arrays = [aligned(np.asarray(a)) for a in (x, weight.values, weight.scales)]
@@ -75,7 +72,7 @@ def _on_the_host(library, x, weight, sizes=None, dtype="bfloat16", tile=TILES[0]
     numbers = len(x), 1 if weight.ndim == 2 else weight.shape[0], n, k, weight.format is FP4, shift, is_float
     library.expert_tiles_on_host(
         *(None if a is None else ctypes.c_void_p(a.ctypes.data) for a in arrays),
-        *map(int, (*numbers, dtype == "float32", *tile, blocks)),
+        *map(int, (*numbers, dtype == "float32", blocks)),
         ctypes.c_uint(seed),
         ctypes.c_void_p(out.ctypes.data),
     )
@@ -87,15 +84,9 @@ def kind_of(sizes):
     return ONE if sizes is None else SORTED
 
 
-WEIGHTS = [(FP4, 304, 512, True), (FP8, 200, 256, False), (FP8, 136, 384, True)]
-
-
 @pytest.mark.always(5)
-@pytest.mark.parametrize(
-    "form, n, k, ue8m0, tile",
-    [(*case, tile) for case in WEIGHTS for tile in TILES if case[0] is FP4 or tile is not WIDE],
-)
-def test_products(form, n, k, ue8m0, tile, product):
+@pytest.mark.parametrize("form, n, k, ue8m0", [(FP4, 304, 512, True), (FP8, 200, 256, False), (FP8, 136, 384, True)])
+def test_products(form, n, k, ue8m0, product):
     """Of sorted rows: experts without rows, of one row, of one part and of several; and of one weight."""
     rng = np.random.default_rng(n)
     for seed, sizes in enumerate(([3, 0, 150, 1, 0], None)):
@@ -103,26 +94,25 @@ def test_products(form, n, k, ue8m0, tile, product):
         stored = weight(form, n, k, ue8m0=ue8m0) if sizes is None else weight(form, 5, n, k, ue8m0=ue8m0)
         x = rng.standard_normal((rows, k)).astype(BF16)
         x[rows if sizes is None else sum(sizes) :] = np.nan
-        found = product(x, stored, sizes, "float32", tile, seed=seed)
+        found = product(x, stored, sizes, "float32", seed=seed)
         wanted, bound = exact(kind_of(sizes), x, stored, sizes)
         assert_products(found, wanted, bound, 2**-8 if not ue8m0 else 1e-5)
-        rounded = product(x, stored, sizes, "bfloat16", tile, blocks=2)
+        rounded = product(x, stored, sizes, "bfloat16", blocks=2)
         np.testing.assert_array_equal(found[: len(wanted)].astype(BF16), rounded[: len(wanted)])
         if not ON_GPU:  # rows behind all parts
             assert np.isnan(found[len(wanted) :]).all()
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("count", [1, 16, 17, 33, 47, 64, 65, 90, 97, 113, 128, 129, 200, 256, 257])
-def test_every_width(count, tile, product):
+@pytest.mark.parametrize("count", [1, 16, 17, 33, 47, 64, 65, 90, 97, 113, 128, 129, 257])
+def test_every_width(count, product):
     """A row's result does not depend on how many rows come with it."""
     rng = np.random.default_rng(5)
-    for form in [FP4] if tile is WIDE else WeightFormat:
+    for form in WeightFormat:
         stored, x = weight(form, 2, 128, 256), rng.standard_normal((258, 256)).astype(BF16)
-        found = product(x, stored, [0, count], "float32", tile)
+        found = product(x, stored, [0, count], "float32")
         wanted, bound = exact(SORTED, x, stored, [0, count])
         assert_products(found, wanted, bound, 1e-5)
-        np.testing.assert_array_equal(found[:1], product(x, stored, [0, 1], "float32", tile)[:1])
+        np.testing.assert_array_equal(found[:1], product(x, stored, [0, 1], "float32")[:1])
 
 
 def test_every_fp4_number_times_every_scale(product):
@@ -133,10 +123,9 @@ def test_every_fp4_number_times_every_scale(product):
     stored = Quantised.stored(FP4, values, scales, BF16)
     codes = packed.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     wanted = codes[5::9, None] * 2.0 ** (np.arange(256) - 127)
-    for tile in TILES:
-        found = product(np.eye(256, dtype=BF16)[5::9], stored, dtype="float32", tile=tile)
-        np.testing.assert_array_equal(found[:, :253], wanted[:, :253])
-        assert np.isnan(found[:, 253:]).all()  # infinite numbers times 0 are among its sums
+    found = product(np.eye(256, dtype=BF16)[5::9], stored, dtype="float32")
+    np.testing.assert_array_equal(found[:, :253], wanted[:, :253])
+    assert np.isnan(found[:, 253:]).all()  # infinite numbers times 0 are among its sums
 
 
 @pytest.mark.parametrize("scale", [0, 1, 126, 254, 255, 0.75])
@@ -184,7 +173,7 @@ def test_many_experts_and_one_of_all_rows(sizes, product):
     for expert, size in sizes.items():
         which[expert] = size
     x, stored = rng.standard_normal((41, 128)).astype(BF16), weight(FP8, 300, 16, 128, ue8m0=False)
-    found = product(x, stored, which, "float32", LOW)
+    found = product(x, stored, which, "float32")
     wanted, bound = exact(SORTED, x, stored, which)
     if sizes:
         assert_products(found, wanted, bound, 2**-8)
@@ -201,33 +190,34 @@ def test_many_parts_of_an_expert(product):
 @pytest.mark.cpu
 def test_layers_take_it(product, monkeypatch):
     """Both products of experts with sorted rows, through XLA."""
-    tiles = []
+    forms = []
 
-    def stand_in(x, values, scales, sizes, tall, most, out):
-        tiles.append(Tile(tall, most))
+    def stand_in(x, values, scales, sizes, out):
         form = FP4 if values.shape[-1] < x.shape[-1] else FP8
+        forms.append(form)
         stored = Quantised(format=form, dtype=np.dtype(BF16), values=values, scales=scales)
-        out[...] = pool.submit(product, x, stored, sizes, str(out.dtype), tiles[-1]).result()
+        out[...] = pool.submit(product, x, stored, sizes, str(out.dtype)).result()
 
     pool = ThreadPoolExecutor(1)
     pool.submit(int).result()  # the thread begins here: those that XLA's begin flush subnormal numbers to 0, as they do
     module = tvm_stub.module(expert_tiles=stand_in)
     monkeypatch.setattr(build, "module", lambda name, arch: module())
     monkeypatch.setattr(quantised, "dispatch", lambda kernel, plain, *args: kernel(*args))
-    for form, rows in ((FP8, 5), (FP4, 36)):
+    small = DeviceInfo("cuda", (9, 0), 8, H200.shared_memory_optin)  # eight tiles are enough for it
+    for form, rows in ((FP8, 96), (FP4, 36)):
         x, *given, _, _ = small_layer(form, rows)
         x, gate_up, down = jnp.tile(x, (1, 2)), weight(form, 8, 512, 256), weight(form, 8, 256, 256)
         wanted = np.asarray(experts(x, *given, multiplied_out(gate_up), multiplied_out(down), 1.0), np.float32)
-        with pretend(H200):
+        with pretend(small):
             found = np.asarray(experts(x, *given, gate_up, down, 1.0), np.float32)
         np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
     pool.shutdown()
-    assert tiles == [LOW] * 4
+    assert forms == [FP8, FP8, FP4, FP4]
 
 
 @pytest.mark.cpu
 def test_what_it_serves(monkeypatch):
-    """More rows than the kernel of few, or any of FP8; sorted rows alone, on SM90 alone."""
+    """More rows than the kernel of few, of FP8 than Triton's; as many tiles as multiprocessors; sorted rows, SM90."""
 
     def chosen(x_rows, *shape, form=FP4, rows=1, sizes=True, device=H200):
         values = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // form.per_byte), jnp.uint8)
@@ -237,27 +227,24 @@ def test_what_it_serves(monkeypatch):
         which = [x] if len(shape) == 3 else []
         with pretend(device):
             product = quantised_cuda.chosen(x, stored, *which, sizes=sizes, dtype="float32")
-        if product is None or product.func is quantised_cuda.few_rows:
-            return None
-        assert product.func is quantised_cuda.many_rows and product.keywords["dtype"] == "float32"
-        return product.keywords["tile"]
+        return product and (product.func.__name__, product.keywords["dtype"])
 
     monkeypatch.setattr(build, "module", lambda name, arch: (name, arch))
-    few = quantised_cuda.MOST_ROWS * 64
-    assert chosen(few, 64, 1024, 512) is None and chosen(few + 1, 64, 1024, 512) == Tile(2)
-    assert chosen(1, 64, 1024, 512, form=FP8, rows=128) == Tile(1) and chosen(
-        few, 64, 1024, 512, form=FP8, rows=128
-    ) == Tile(2)
-    assert chosen(128 * 64, 64, 1024, 512) == Tile(2) and chosen(128 * 64 + 1, 64, 1024, 512) == WIDE
-    assert chosen(1024 * 64, 64, 1024, 512, form=FP8, rows=128) == Tile(2)
-    assert chosen(few + 1, 64, 512, 512) == Tile(1)  # 128 tiles of 256 rows, for 132 multiprocessors
-    assert chosen(few + 1, 64, 512, 384) is None and chosen(few, 64, 512, 384, form=FP8, rows=128) == Tile(1)
-    assert chosen(few + 1, 64, 513, 512) is None and chosen(few, 64, 1056, 512, form=FP8, rows=96) is None
-    assert chosen(few + 1, 64, 1024, 512, sizes=False) is None and chosen(9, 1024, 512, sizes=False) is None
+    few, many = ("few_rows", "float32"), ("many_rows", "float32")
+    rows, fp8_rows = quantised_cuda.MOST_ROWS * 64 + 1, quantised_cuda.FROM_ROWS * 64
+    fp8 = partial(chosen, form=FP8, rows=128)
+    assert chosen(rows - 1, 64, 1024, 512) == few and chosen(rows, 64, 1024, 512) == many
+    assert fp8(fp8_rows - 1, 64, 1024, 512) is None and fp8(fp8_rows, 64, 1024, 512) == many
+    assert chosen(1024 * 64, 64, 1024, 512) == fp8(1024 * 64, 64, 1024, 512) == many
+    assert chosen(rows, 64, 512, 512) is None and chosen(rows, 64, 514, 512) == many  # 128 and 192 tiles
+    assert fp8(64 * 8, 8, 1024, 4096) is None  # V4's output groups have 32
+    assert chosen(rows, 64, 1024, 384) is None and fp8(fp8_rows, 64, 1024, 384) == many
+    assert chosen(rows, 64, 1025, 512) is None and chosen(fp8_rows, 64, 1056, 512, form=FP8, rows=96) is None
+    assert chosen(rows, 64, 1024, 512, sizes=False) is None and chosen(9, 1024, 512, sizes=False) is None
     assert chosen(1025 * 9, 1025, 1024, 512) is None
-    assert chosen(few + 1, 64, 1024, 512, device=DeviceInfo("cuda", (10, 0), 148, 232_448)) is None
+    assert chosen(rows, 64, 1024, 512, device=DeviceInfo("cuda", (10, 0), 148, 232_448)) is None
     monkeypatch.setattr(build, "module", lambda name, arch: None if name == "expert_tiles" else name)
-    assert chosen(few + 1, 64, 1024, 512) is None
+    assert chosen(rows, 64, 1024, 512) is None
 
 
 def test_the_source_has_room_for_what_it_serves():

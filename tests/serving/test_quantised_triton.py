@@ -163,20 +163,18 @@ def test_kernels_compile(capabilities, tmp_path):
 @pytest.mark.parametrize("form", WeightFormat)
 @pytest.mark.parametrize("rows", [1, 8, 64, 700])
 def test_jax_runs_the_kernel(form, rows):
-    """Both products are by CUDA kernels: that of few rows, or on SM90 that of many, elsewhere Triton's."""
+    """Both products are by one kernel: that of few rows, Triton's, or on SM90 for many rows that of many."""
     rng = np.random.default_rng(rows)
-    gate_up, down = weight(form, 32, 512, 256), weight(form, 32, 256, 256)
-    x = jnp.asarray(0.1 * rng.standard_normal((rows, 256)), jnp.bfloat16)
+    gate_up, down = weight(form, 32, 1536, 1280), weight(form, 32, 1280, 768)  # enough tiles for 132 multiprocessors
+    x = jnp.asarray(0.1 * rng.standard_normal((rows, 1280)), jnp.bfloat16)
     chosen = jnp.asarray(np.stack([rng.permutation(32)[:4] for _ in range(rows)]), jnp.int32)
     weights = jnp.asarray(rng.uniform(size=(rows, 4)), jnp.float32)
     step = jax.jit(experts, static_argnums=5).lower(x, chosen, weights, gate_up, down, 1.0)
-    is_many = rows == 700 or (rows, form) == (64, WeightFormat.FP8)
-    many = (
-        "jax_sparse_mla.expert_tiles"
-        if DeviceInfo.current().compute_capability == (9, 0)
-        else "quantised_product_kernel"
-    )
-    name = many if is_many else "jax_sparse_mla.expert_rows"
+    name = "jax_sparse_mla.expert_rows"
+    if rows == 700 and DeviceInfo.current().compute_capability == (9, 0):
+        name = "jax_sparse_mla.expert_tiles"
+    elif rows == 700 or (rows, form) == (64, WeightFormat.FP8):
+        name = "quantised_product_kernel"
     assert step.as_text().count(name) >= 2
     wanted = experts(x, chosen, weights, multiplied_out(gate_up), multiplied_out(down), 1.0)
     np.testing.assert_allclose(

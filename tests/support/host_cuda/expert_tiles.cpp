@@ -20,18 +20,10 @@ static void run(Call& call, const uint16_t* x, const uint8_t* values, int blocks
               [i](int) { blockIdx.x = i; }, seed);
 }
 
-template <bool kFp4>
-static void run_for(Call& call, int tall, int most, const uint16_t* x, const uint8_t* values, int blocks, unsigned seed) {
-  auto run_shape = tall == 2 ? run<Shape<kFp4, 2, 128>> : run<Shape<kFp4, 1, 128>>;
-  if constexpr (kFp4)
-    if (most > 128) run_shape = run<Shape<true, 1, 256>>;
-  run_shape(call, x, values, blocks, seed);
-}
-
 // As expert_tiles.cu's launch, of so many thread blocks.
 extern "C" void expert_tiles_on_host(const uint16_t* x, const uint8_t* values, const uint8_t* scales, const int* sizes,
                                      int rows, int experts, int n, int k, int fp4, int scale_shift, int float_scales,
-                                     int float_out, int tall, int most, int blocks, unsigned seed, void* out) {
+                                     int float_out, int blocks, unsigned seed, void* out) {
   Call call = {};
   call.scales = scales, call.sizes = sizes, call.out = out, call.rows = rows, call.experts = experts, call.n = n, call.k = k;
   call.scale_shift = scale_shift, call.float_scales = float_scales, call.float_out = float_out;
@@ -41,5 +33,5 @@ extern "C" void expert_tiles_on_host(const uint16_t* x, const uint8_t* values, c
   sm90::allow(values, fp4 ? numbers / 2 : numbers);
   sm90::allow(scales, fp4 ? numbers / 32 : (numbers / kFp8Group >> scale_shift) * (float_scales ? 4 : 1));
   sm90::allow(sizes, int64_t{experts} * 4);
-  (fp4 ? run_for<true> : run_for<false>)(call, tall, most, x, values, blocks, seed);
+  (fp4 ? run<Shape<true>> : run<Shape<false>>)(call, x, values, blocks, seed);
 }

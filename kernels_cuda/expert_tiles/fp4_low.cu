@@ -1,7 +1,0 @@
-#include "launch.cuh"
-
-namespace expert_tiles {
-
-template void launch<Shape<true, 1, 128>>(Call, Operand, int, cudaStream_t, std::string&);
-
-}  // namespace expert_tiles
