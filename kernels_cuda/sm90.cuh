@@ -46,6 +46,9 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
   return products;
 }
 
+// The larger ones of two pairs of unsigned 16-bit numbers.
+__device__ __forceinline__ uint32_t larger_pairs(uint32_t x, uint32_t y) { return __vmaxu2(x, y); }
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -235,6 +238,15 @@ __device__ __forceinline__ void store(uint32_t to, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
+__device__ __forceinline__ uint4 load(uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
 // Stores four 8 x 8 matrices of 16-bit values. Lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
@@ -300,16 +312,37 @@ __device__ __forceinline__ void wait_products() {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 #define FLOATS_8(d) FLOATS_8_FROM(d, 0)
-#define FLOATS_16(d) FLOATS_8_FROM(d, 0), FLOATS_8_FROM(d, 8)
-#define FLOATS_32(d) FLOATS_16(d), FLOATS_8_FROM(d, 16), FLOATS_8_FROM(d, 24)
-#define FLOATS_64(d) \
-  FLOATS_32(d), FLOATS_8_FROM(d, 32), FLOATS_8_FROM(d, 40), FLOATS_8_FROM(d, 48), FLOATS_8_FROM(d, 56)
+#define FLOATS_16(d) FLOATS_8(d), FLOATS_8_FROM(d, 8)
+#define FLOATS_24(d) FLOATS_16(d), FLOATS_8_FROM(d, 16)
+#define FLOATS_32(d) FLOATS_24(d), FLOATS_8_FROM(d, 24)
+#define FLOATS_40(d) FLOATS_32(d), FLOATS_8_FROM(d, 32)
+#define FLOATS_48(d) FLOATS_40(d), FLOATS_8_FROM(d, 40)
+#define FLOATS_56(d) FLOATS_48(d), FLOATS_8_FROM(d, 48)
+#define FLOATS_64(d) FLOATS_56(d), FLOATS_8_FROM(d, 56)
+#define FLOATS_72(d) FLOATS_64(d), FLOATS_8_FROM(d, 64)
+#define FLOATS_80(d) FLOATS_72(d), FLOATS_8_FROM(d, 72)
+#define FLOATS_88(d) FLOATS_80(d), FLOATS_8_FROM(d, 80)
+#define FLOATS_96(d) FLOATS_88(d), FLOATS_8_FROM(d, 88)
+#define FLOATS_104(d) FLOATS_96(d), FLOATS_8_FROM(d, 96)
+#define FLOATS_112(d) FLOATS_104(d), FLOATS_8_FROM(d, 104)
+#define FLOATS_120(d) FLOATS_112(d), FLOATS_8_FROM(d, 112)
+#define FLOATS_128(d) FLOATS_120(d), FLOATS_8_FROM(d, 120)
 #define PLACES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PLACES_16 PLACES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define PLACES_32 PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define PLACES_64                                                                                      \
-  PLACES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
-            "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PLACES_24 PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define PLACES_32 PLACES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define PLACES_40 PLACES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define PLACES_48 PLACES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define PLACES_56 PLACES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define PLACES_64 PLACES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define PLACES_72 PLACES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define PLACES_80 PLACES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define PLACES_88 PLACES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define PLACES_96 PLACES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define PLACES_104 PLACES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define PLACES_112 PLACES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define PLACES_120 PLACES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define PLACES_128 PLACES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // 64 x N += (64 x 16) · (16 x N) of bfloat16, both matrices in shared memory; = instead of += where `add` is false. The
 // first is by rows or else by columns and then of 64 columns, the second by rows, or by columns where BY_COLUMNS is "1".
@@ -350,6 +383,35 @@ MULTIPLY_REGISTERS(multiply_e5m2, 8, "16", "e5m2.e5m2", "%8, %9, %10, %11", "%12
 MULTIPLY_REGISTERS(multiply_e5m2, 16, "32", "e5m2.e5m2", "%16, %17, %18, %19", "%20", "%21")
 MULTIPLY_REGISTERS(multiply_e5m2, 32, "64", "e5m2.e5m2", "%32, %33, %34, %35", "%36", "%37")
 
+// 64 x N += (64 x 16) · (16 x N) of bfloat16, the first matrix in registers, the second by rows; = where `add` is false.
+#define MULTIPLY_REGISTERS_BFLOAT16(sums, N, A, B, ADD)                                                         \
+  __device__ __forceinline__ void multiply_bfloat16(float (&d)[sums], const uint32_t (&a)[4], uint64_t b, bool add) { \
+    asm volatile(                                                                                              \
+        "{\n.reg .pred p;\n"                                                                                   \
+        "setp.ne.b32 p, " ADD ", 0;\n"                                                                         \
+        "wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" PLACES_##sums                              \
+        "}, {" A "}, " B ", p, 1, 1, 0;\n}"                                                                    \
+        : FLOATS_##sums(d)                                                                                     \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                     \
+  }
+
+MULTIPLY_REGISTERS_BFLOAT16(8, "16", "%8, %9, %10, %11", "%12", "%13")
+MULTIPLY_REGISTERS_BFLOAT16(16, "32", "%16, %17, %18, %19", "%20", "%21")
+MULTIPLY_REGISTERS_BFLOAT16(24, "48", "%24, %25, %26, %27", "%28", "%29")
+MULTIPLY_REGISTERS_BFLOAT16(32, "64", "%32, %33, %34, %35", "%36", "%37")
+MULTIPLY_REGISTERS_BFLOAT16(40, "80", "%40, %41, %42, %43", "%44", "%45")
+MULTIPLY_REGISTERS_BFLOAT16(48, "96", "%48, %49, %50, %51", "%52", "%53")
+MULTIPLY_REGISTERS_BFLOAT16(56, "112", "%56, %57, %58, %59", "%60", "%61")
+MULTIPLY_REGISTERS_BFLOAT16(64, "128", "%64, %65, %66, %67", "%68", "%69")
+MULTIPLY_REGISTERS_BFLOAT16(72, "144", "%72, %73, %74, %75", "%76", "%77")
+MULTIPLY_REGISTERS_BFLOAT16(80, "160", "%80, %81, %82, %83", "%84", "%85")
+MULTIPLY_REGISTERS_BFLOAT16(88, "176", "%88, %89, %90, %91", "%92", "%93")
+MULTIPLY_REGISTERS_BFLOAT16(96, "192", "%96, %97, %98, %99", "%100", "%101")
+MULTIPLY_REGISTERS_BFLOAT16(104, "208", "%104, %105, %106, %107", "%108", "%109")
+MULTIPLY_REGISTERS_BFLOAT16(112, "224", "%112, %113, %114, %115", "%116", "%117")
+MULTIPLY_REGISTERS_BFLOAT16(120, "240", "%120, %121, %122, %123", "%124", "%125")
+MULTIPLY_REGISTERS_BFLOAT16(128, "256", "%128, %129, %130, %131", "%132", "%133")
+
 // 16 x 8 += (16 x 16) · (16 x 8) of bfloat16 numbers in the registers of one warp. Lane l has of the first matrix
 // columns 2 (l % 4) and the next of rows l / 4 and l / 4 + 8, then the same 8 columns further; of the second the same
 // rows of column l / 4; of the sums what it has of a warpgroup's.
@@ -362,15 +424,49 @@ __device__ __forceinline__ void multiply_in_warp(float* d, const uint32_t (&a)[4
 
 #undef MULTIPLY_SHARED
 #undef MULTIPLY_REGISTERS
+#undef MULTIPLY_REGISTERS_BFLOAT16
 #undef FLOATS_8_FROM
 #undef FLOATS_8
 #undef FLOATS_16
+#undef FLOATS_24
 #undef FLOATS_32
+#undef FLOATS_40
+#undef FLOATS_48
+#undef FLOATS_56
 #undef FLOATS_64
+#undef FLOATS_72
+#undef FLOATS_80
+#undef FLOATS_88
+#undef FLOATS_96
+#undef FLOATS_104
+#undef FLOATS_112
+#undef FLOATS_120
+#undef FLOATS_128
 #undef PLACES_8
 #undef PLACES_16
+#undef PLACES_24
 #undef PLACES_32
+#undef PLACES_40
+#undef PLACES_48
+#undef PLACES_56
 #undef PLACES_64
+#undef PLACES_72
+#undef PLACES_80
+#undef PLACES_88
+#undef PLACES_96
+#undef PLACES_104
+#undef PLACES_112
+#undef PLACES_120
+#undef PLACES_128
+
+// --- launches ---------------------------------------------------------------------------------------------------
+
+// A launch that may begin before the one ahead of it has ended (programmatic stream serialization) waits here until that
+// has ended and its memory is visible. In other launches this does nothing.
+__device__ __forceinline__ void wait_for_launch_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The launch behind this one may begin, if it is such a launch, once all thread blocks have come here.
+__device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // --- clusters ---------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from jax_sparse_mla.serving.quantised import Quantised, WeightFormat, multiplied
 from jax_sparse_mla.serving.tensors import _random_quantised
 
 EXPERTS, TOP, N, K = 256, 6, 4096, 4096
-ROWS = 1, 8, 64, 512, 8192
+ROWS = 1, 8, 64, 256, 512, 1024, 8192
 ALIGNED = 128  # DeepGEMM's rows of an expert begin at a multiple
 
 

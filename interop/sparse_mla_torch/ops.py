@@ -107,10 +107,7 @@ def sparse_mla_prefill(
     `deterministic_gradient`, or under `torch.use_deterministic_algorithms`, the gradient in kv repeats to the bit.
     """
     empty_lse = math.inf if empty_lse_is_inf else -math.inf
-    options = prefill.Options("sparse_mla_prefill", softmax_scale, empty_lse, keeps_memory=False)
-    tensors = (q, kv.unsqueeze(1), indices.unsqueeze(1), topk_length, attn_sink)
-    with torch.cuda.device_of(q):
-        return prefill.prepare(options, *tensors).run(*tensors, None)
+    return prefill.attend(q, kv, indices, softmax_scale, topk_length, attn_sink, empty_lse)
 
 
 def _fake_gradients(q, kv, indices, topk_length, attn_sink, *args, **kwargs):

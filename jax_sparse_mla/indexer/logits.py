@@ -37,7 +37,7 @@ from jax_sparse_mla.indexer.route import LOGITS_BACKENDS, Call
 from jax_sparse_mla.kv_cache.pool import LayerPool, layer_shape
 from jax_sparse_mla.kv_cache.windows import gather_windows, locate_slots, scatter_windows, write_own_pages
 from jax_sparse_mla.launch.dispatch import dispatch
-from jax_sparse_mla.launch.transforms import shared
+from jax_sparse_mla.launch.transforms import shared, varying_alike
 from jax_sparse_mla.launch.triton_call import executor, launching
 
 INDEX_K_BYTES = IndexFormat.FP8.key_bytes  # per token
@@ -101,7 +101,8 @@ def index_logits(
     """The logits from which the top-k selects: `logits[t, j] = k_scale[j] * Σ_h relu(q_h · k_j) * weights[t, h]`.
 
     The formula is that of SGLang and DeepGEMM (paged MQA logits). Products are exact, sums are float32, and an array
-    `[rows, heads, columns]` is never made. `contiguous_index_logits` has a gradient, for training. On an NVIDIA GPU a
+    `[rows, heads, columns]` is never made, nor for the gradient in q and weights, which `indexer/gradient.py` computes;
+    for training `contiguous_index_logits` has one in the keys too. On an NVIDIA GPU a
     kernel serves float8_e4m3fn queries on the FP8 tensor cores. Those of Hopper keep about 14 bits of a sum of
     products: the error is within 2^-12 of the sum of the magnitudes of a logit's terms. Over FP4 keys it serves
     bfloat16 queries too, by FP8 products of e5m2 numbers where these hold keys and queries, otherwise by bfloat16 ones.
@@ -124,7 +125,26 @@ def index_logits(
       TypeError: a wrong dtype.
       ValueError: shapes that do not agree, pages that are not a multiple of 132 bytes.
     """
-    return logits_of(*check_logits(ArgumentChecks("index_logits"), q, weights, index_cache, page_table, lengths))
+    checked = check_logits(ArgumentChecks("index_logits"), q, weights, index_cache, page_table, lengths)
+    return _differentiated(*varying_alike(checked))
+
+
+@jax.custom_vjp
+def _differentiated(q, weights, index_cache, page_table, lengths):
+    return logits_of(q, weights, index_cache, page_table, lengths)
+
+
+def _save(*arguments):
+    return logits_of(*arguments), arguments
+
+
+def _pull(arguments, g):
+    from jax_sparse_mla.indexer.gradient import index_logits_gradient  # which imports this module
+
+    return *index_logits_gradient(*arguments, g), None, None, None
+
+
+_differentiated.defvjp(_save, _pull)
 
 
 def check_logits(check: ArgumentChecks, q, weights, index_cache, page_table, lengths) -> tuple:
@@ -177,14 +197,12 @@ def index_logits_reference(q, weights, index_cache, page_table, lengths, *, run=
     """
     keys = as_index_keys(index_cache)
     unit = run or keys.page_size
-    of_page = keys.page_size // unit
     (rows, heads, _), runs = q.shape, page_table.shape[1]
-    num_pages, first_page = keys.num_pages, keys.first_page
-    if rows == 0 or runs * unit == 0 or num_pages == 0:
+    if rows == 0 or runs * unit == 0 or keys.num_pages == 0:
         return jnp.full((rows, runs * unit), -jnp.inf, jnp.float32)
     # bfloat16 holds every e4m3 number, and its products are exact in float32: the tensor cores' fast path.
     dtype = jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16
-    blocks, per_block, chunk = _blocking(rows, heads, runs, unit, dtype)
+    blocks, per_block, chunk = blocking(rows, heads, runs, unit, dtype)
     # Where each row is alone: XLA may compile another product where the array that it is read from has another shape.
     more = -rows % INVARIANT_ROWS if alone else 0
 
@@ -200,23 +218,19 @@ def index_logits_reference(q, weights, index_cache, page_table, lengths, *, run=
 
     def one_block(task):
         row, block = task // blocks, task % blocks
-        found, start = table[row, block], block * per_block * unit
-        is_run = (found >= 0) & (found < num_pages * of_page)
-        found = jnp.where(is_run, found, 0)  # and masked below
-        values, scales = _gather_runs(keys, found // of_page + first_page, found % of_page * unit, unit)
-        values, scales = keys_of_bytes(keys.format, values, scales, dtype)
+        values, scales, valid = keys_of_runs(
+            keys, unit, table[row, block], block * per_block * unit, lengths[row], dtype
+        )
         scores = jnp.einsum(
             "hd,cd->hc",
             q[row].astype(dtype),
-            values.reshape(per_block * unit, INDEX_DIM),
+            values,
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
         scores = jnp.where(scores <= 0, 0.0, scores)  # a maximum of NaN and 0 may be 0 on a CPU
         # A product and a sum rather than a second matrix product, whose float32 may be rounded to TF32.
-        logits = jnp.sum(scores * weights[row][:, None], axis=0) * scales.reshape(per_block * unit)
-        position = start + jnp.arange(per_block * unit, dtype=jnp.int32)
-        valid = jnp.repeat(is_run, unit) & (position < lengths[row])
+        logits = jnp.sum(scores * weights[row][:, None], axis=0) * scales
         return jnp.where(valid, logits, -jnp.inf)
 
     # Whole chunks only: what is over at the end computes the last block again and is cut off. Two turns at least where
@@ -226,6 +240,26 @@ def index_logits_reference(q, weights, index_cache, page_table, lengths, *, run=
     task = jnp.minimum(jnp.arange(turns, dtype=jnp.int32), tasks - 1)
     logits = lax.map(one_block, task, batch_size=None if alone else chunk)[:tasks]
     return logits.reshape(rows, blocks * per_block * unit)[:, : runs * unit]
+
+
+def keys_of_runs(keys: IndexKeys, unit: int, found, start, length, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The keys of some runs: values `[columns, 128]`, their scales, and which of them a row sees.
+
+    Args:
+      unit: keys of a run, see `logits_of`.
+      found: int32 `[runs]`, of a row of the table; where it names no run the keys are any.
+      start: the column of the first key.
+      length: how many columns the row sees.
+      dtype: of the values.
+    """
+    of_page = keys.page_size // unit
+    is_run = (found >= 0) & (found < keys.num_pages * of_page)
+    found = jnp.where(is_run, found, 0)
+    values, scales = _gather_runs(keys, found // of_page + keys.first_page, found % of_page * unit, unit)
+    values, scales = keys_of_bytes(keys.format, values, scales, dtype)
+    columns = found.shape[0] * unit
+    valid = jnp.repeat(is_run, unit) & (start + jnp.arange(columns, dtype=jnp.int32) < length)
+    return values.reshape(columns, INDEX_DIM), scales.reshape(columns), valid
 
 
 def _gather_runs(keys: IndexKeys, page, first, unit: int) -> tuple[jax.Array, jax.Array]:
@@ -240,7 +274,7 @@ def _gather_runs(keys: IndexKeys, page, first, unit: int) -> tuple[jax.Array, ja
     return values.reshape(-1, unit, value_bytes), scales.reshape(-1, unit, SCALE_BYTES)
 
 
-def _blocking(rows: int, heads: int, pages: int, page_size: int, dtype) -> tuple[int, int, int]:
+def blocking(rows: int, heads: int, pages: int, page_size: int, dtype) -> tuple[int, int, int]:
     """(blocks that a row's pages are cut into, pages per block, blocks per step), by `CHUNK_BYTES`."""
     bytes_per_page = page_size * (heads * 4 + INDEX_K_BYTES + INDEX_DIM * np.dtype(dtype).itemsize)
     fitting_pages = max(1, CHUNK_BYTES // bytes_per_page)

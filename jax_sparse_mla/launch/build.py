@@ -22,6 +22,7 @@ _PACKAGE = Path(__file__).parents[1]
 # By kernel, the architectures for which a wheel carries binaries. Others are compiled where they are used.
 KERNELS = {
     "expert_rows": ("80", "90", "100", "120"),
+    "expert_tiles": ("90a",),
     "index_logits": ("90a",),
     "sparse_backward": ("90a",),
     "sparse_decode": ("90a",),

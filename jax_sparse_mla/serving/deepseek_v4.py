@@ -25,9 +25,9 @@ from jax_sparse_mla.rope import rope_interleaved
 from jax_sparse_mla.serving.config import V4Config
 from jax_sparse_mla.serving.decoder import CacheSizes, PreparedStep, StepInputs
 from jax_sparse_mla.serving.heads import Part, normed_and_rotated
-from jax_sparse_mla.serving.layers import linear, matmul, rms_norm, split, summed
+from jax_sparse_mla.serving.layers import grouped_linear, linear, matmul, rms_norm, split, summed
 from jax_sparse_mla.serving.params import DraftParams, LatentNorms, LayerParams
-from jax_sparse_mla.serving.quantised import Weight, join_rows
+from jax_sparse_mla.serving.quantised import Quantised, Weight, in_groups, join_rows
 from jax_sparse_mla.serving.tensors import Tensors
 
 # The draft layer's projections, each with how many rows it reads (the token's, the state's), and its last norm.
@@ -40,7 +40,7 @@ class V4Weights:
 
     in_proj: Weight  # `[widths, hidden]`, all that reads the layer's input, in the order of `_input_widths`
     q_b: Weight  # `[heads * 512 + index_heads * 128, q_rank]`, queries, then those of the indexer (ratio 4)
-    o_a: jax.Array  # `[groups, o_rank, heads / groups * 512]`
+    o_a: jax.Array | Quantised  # `[groups, o_rank, heads / groups * 512]`
     o_b: Weight  # `[hidden, groups * o_rank]`
 
 
@@ -79,7 +79,7 @@ def read_attention(config: V4Config, ratio: int, attn: Tensors) -> tuple[V4Weigh
     weights = V4Weights(
         in_proj=join_rows(in_proj),
         q_b=join_rows(queries),
-        o_a=attn("o_a_proj.weight", (config.o_groups * config.o_rank, grouped)).reshape(config.o_groups, -1, grouped),
+        o_a=in_groups(attn.stored("o_a_proj.weight", (config.o_groups * config.o_rank, grouped)), config.o_groups),
         o_b=attn.stored("o_b_proj.weight", (hidden, config.o_groups * config.o_rank)),
     )
     norms = LatentNorms(
@@ -188,8 +188,7 @@ def project_out(config: V4Config, ratio: int, weights: V4Weights, out, positions
     inv_freq = jnp.asarray(config.rope(ratio).inv_freq())
     out = rope_interleaved(out, positions[:, None], inv_freq, inverse=True)
     grouped = out.reshape(out.shape[0], config.o_groups, -1)
-    grouped = jnp.einsum("tgd,god->tgo", grouped, weights.o_a)
-    grouped = grouped.reshape(out.shape[0], -1)
+    grouped = grouped_linear(grouped, weights.o_a).reshape(out.shape[0], -1)
     if config.axis_name is None:
         return linear(grouped, weights.o_b)
     return summed(matmul(grouped, weights.o_b), config.axis_name).astype(out.dtype)

@@ -370,7 +370,10 @@ class Engine:
         with jax.transfer_guard("allow"):
             packed = np.asarray(packed)
             if selected is not None:
-                _take_selected(plan, np.asarray(selected))
+                selected = np.asarray(selected)
+        verified = {"selected": selected} if selected is not None and plan.mode is ForwardMode.TARGET_VERIFY else {}
+        if selected is not None and not verified:
+            _take_selected(plan, selected)
         result = self._unpack(program, plan, packed)
         plan.arrived = time.perf_counter()
         if result.overflow:
@@ -380,7 +383,7 @@ class Engine:
         tokens = [row[:end] for row, end in zip(result.tokens.tolist(), ends)]
         margins = [row[:end] for row, end in zip(result.margins.tolist(), ends)]
         logprobs = None if result.logprobs is None else _logprobs(plan, result, ends)
-        self.scheduler.take(plan, tokens, margins, logprobs)
+        self.scheduler.take(plan, tokens, margins, logprobs, **verified)
         if plan.mode is ForwardMode.TARGET_VERIFY:
             kept = (len(request.output) - start - 1 for request, start in zip(plan.requests, before))
             self.accepted.update(count for count in kept if count >= 0)

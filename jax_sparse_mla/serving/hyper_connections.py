@@ -14,10 +14,11 @@ from jax import lax
 from jax_sparse_mla.launch.dispatch import use_triton
 from jax_sparse_mla.launch.transforms import KernelCall
 from jax_sparse_mla.launch.triton_call import launching
+from jax_sparse_mla.rope import round_to_bfloat16
 from jax_sparse_mla.serving.config import HyperConnections
 from jax_sparse_mla.serving.layers import matmul, normalised, rms_norm, split
 
-_MOST_LINES = 32  # of `with_affine`; the kernels have room for so many
+_FEW_ROWS = 64  # up to which a launch that XLA would make costs as much as what it does
 
 
 class Mixing(NamedTuple):
@@ -62,19 +63,23 @@ def block_input(
         return _block_input(streams, fn, norm, before, config, norm_eps)
 
     def kernel(streams, fn, norm, before):
-        static = {"norm_eps": norm_eps, "eps": config.eps, "iterations": config.iterations}
-        results = launching("serving.hyper_connections_triton.block_input", **static)(streams, fn, norm, before)
+        few = streams.shape[0] <= _FEW_ROWS
+        if before is not None and not few:
+            streams, before = expand_streams(streams, *before), None
+        name, static = "block_input" if few else "input_of_sums", {"eps": config.eps, "iterations": config.iterations}
+        launch = launching(f"serving.hyper_connections_triton.{name}", norm_eps=norm_eps, **static)
+        results = launch(streams, fn, norm, before if few else _sums(streams, fn))
         joined, x, *mixing = (streams, *results) if before is None else results
         return joined, x, Mixing(*mixing) if mixing else None
 
-    if not _kernel_serves(streams) or fn.shape[0] > _MOST_LINES:
+    if not _kernel_serves(streams):
         return plain(streams, fn, norm, before)
     return KernelCall(kernel, plain, name="block_input")(streams, fn, norm, before)
 
 
 def join(streams: jax.Array, out: jax.Array, mixing: Mixing) -> jax.Array:
     """The streams `[T, n, hidden]` after a block with output `[T, hidden]`."""
-    if not _kernel_serves(streams):
+    if streams.shape[0] > _FEW_ROWS or not _kernel_serves(streams):
         return expand_streams(streams, out, mixing)
     kernel = launching("serving.hyper_connections_triton.join")
     return KernelCall(kernel, expand_streams, name="join")(streams, out, mixing)
@@ -82,7 +87,24 @@ def join(streams: jax.Array, out: jax.Array, mixing: Mixing) -> jax.Array:
 
 def _kernel_serves(streams: jax.Array) -> bool:
     rows, n, _ = streams.shape
-    return streams.dtype == jnp.bfloat16 and rows > 0 and not n & (n - 1) and use_triton()
+    return streams.dtype == jnp.bfloat16 and rows > 0 and n == 4 and use_triton()
+
+
+def _sums(streams: jax.Array, fn: jax.Array) -> jax.Array:
+    """float32 `[T, 1, 32]`: streams times the lines of fn, without rounding these, and the sums of squares behind them.
+
+    A number of float32 is the sum of three of bfloat16, whose products with streams are exact: so tensor cores make
+    them.
+    """
+    rows, lines = streams.shape[0], fn.shape[0] - 1
+    flat, rest, pieces = streams.reshape(rows, -1), fn[:lines], []
+    for _ in range(3):
+        piece = round_to_bfloat16(rest)
+        rest = rest - piece
+        pieces.append(piece.astype(jnp.bfloat16))
+    products = matmul(flat, jnp.concatenate(pieces)).reshape(rows, 3, lines).sum(1)
+    squares = jnp.sum(jnp.square(flat.astype(jnp.float32)), -1, keepdims=True)
+    return jnp.pad(jnp.concatenate([products, squares], -1), ((0, 0), (0, 31 - lines)))[:, None]
 
 
 def _block_input(streams, fn, norm, before, config: HyperConnections, norm_eps: float):

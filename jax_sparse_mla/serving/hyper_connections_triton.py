@@ -19,8 +19,9 @@ import triton.language as tl
 
 from jax_sparse_mla.launch.describe import Executor, Launch, Output
 
-BLOCK_T, BLOCK_H = 32, 128  # rows and channels of a program
-WIDE = 32  # columns of its sums: products with the weights, then the sum of squares
+STREAMS = 4  # of a model that the kernels serve
+WIDE = 32  # columns of the sums: products with the weights, then the sum of squares
+BLOCK_T, BLOCK_H = 16, 64  # rows and channels of a program; more of them take more registers than there are
 
 
 @triton.jit
@@ -33,118 +34,135 @@ def mix_kernel(
     rows,
     hidden,
     joined_ptr,  # bfloat16 [rows, N, hidden], the streams after that block, or None
-    sums_ptr,  # float32 [rows, splits, WIDE], or None: of each `BLOCK_H` channels
+    sums_ptr,  # float32 [rows, programs of axis 1, WIDE], or None
     N: tl.constexpr,
     M: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    """A program has some rows and channels of one stream."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    live = t < rows
-    inside = live[:, None] & (h < hidden)[None, :]
+    h, j = tl.program_id(1) // N * BLOCK_H + tl.arange(0, BLOCK_H), tl.program_id(1) % N
+    live, inside = t < rows, (t < rows)[:, None] & (h < hidden)[None, :]
     at = t[:, None] * N * hidden + h[None, :]
-    if out_ptr is not None:
-        out = tl.load(out_ptr + t[:, None] * hidden + h[None, :], mask=inside, other=0.0).to(tl.float32)
     if fn_ptr is not None:
         m = tl.arange(0, WIDE)
-        products = tl.zeros([BLOCK_T, WIDE], tl.float32)
-        squares = tl.zeros([BLOCK_T], tl.float32)
-    for j in tl.static_range(N):
-        if out_ptr is None:
-            x = tl.load(streams_ptr + at + j * hidden, mask=inside, other=0.0)
-        else:
-            mixed = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
-            for i in tl.static_range(N):
-                comb = tl.load(comb_ptr + t * (N * N) + i * N + j, mask=live, other=0.0).to(tl.bfloat16).to(tl.float32)
-                old = tl.load(streams_ptr + at + i * hidden, mask=inside, other=0.0).to(tl.float32)
-                mixed += comb[:, None] * old
-            post = tl.load(post_ptr + t * N + j, mask=live, other=0.0).to(tl.bfloat16).to(tl.float32)
-            added = (post[:, None] * out).to(tl.bfloat16).to(tl.float32)
-            x = (added + mixed.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
-            tl.store(joined_ptr + at + j * hidden, x, mask=inside)
-        if fn_ptr is not None:
-            weights = m[None, :] * (N * hidden) + j * hidden + h[:, None]
-            rest = tl.load(fn_ptr + weights, mask=(m < M)[None, :] & (h < hidden)[:, None], other=0.0)
-            for _ in tl.static_range(3):
-                part = rest.to(tl.bfloat16)
-                products = tl.dot(x, part, products)
-                rest = rest - part.to(tl.float32)
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
+        weights = m[None, :] * (N * hidden) + j * hidden + h[:, None]
+        rest = tl.load(fn_ptr + weights, mask=(m < M)[None, :] & (h < hidden)[:, None], other=0.0)
+    if out_ptr is None:
+        x = tl.load(streams_ptr + at + j * hidden, mask=inside, other=0.0)
+    else:
+        out = tl.load(out_ptr + t[:, None] * hidden + h[None, :], mask=inside, other=0.0).to(tl.float32)
+        mixed = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+        for i in tl.static_range(N):
+            comb = tl.load(comb_ptr + t * (N * N) + i * N + j, mask=live, other=0.0).to(tl.bfloat16).to(tl.float32)
+            mixed += comb[:, None] * tl.load(streams_ptr + at + i * hidden, mask=inside, other=0.0).to(tl.float32)
+        post = tl.load(post_ptr + t * N + j, mask=live, other=0.0).to(tl.bfloat16).to(tl.float32)
+        added = (post[:, None] * out).to(tl.bfloat16).to(tl.float32)
+        x = (added + mixed.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
+        tl.store(joined_ptr + at + j * hidden, x, mask=inside)
     if fn_ptr is not None:
+        products = tl.zeros([BLOCK_T, WIDE], tl.float32)
+        for _ in tl.static_range(3):
+            piece = rest.to(tl.bfloat16)
+            products = tl.dot(x, piece, products)
+            rest = rest - piece.to(tl.float32)
+        wide = x.to(tl.float32)
+        squares = tl.sum(wide * wide, 1)
         to = sums_ptr + (t[:, None] * tl.num_programs(1) + tl.program_id(1)) * WIDE + m[None, :]
         tl.store(to, tl.where(m[None, :] == M, squares[:, None], products), mask=live[:, None])
 
 
 @triton.jit
 def input_kernel(
-    streams_ptr,  # bfloat16 [rows, N, hidden]
-    sums_ptr,  # float32 [rows, splits, WIDE]
-    fn_ptr,  # float32 [M + 1, N * hidden], whose last line begins with base [M] and scale [3] or [1]
+    streams_ptr,  # bfloat16 [rows, 4, hidden]
+    sums_ptr,  # float32 [rows, parts, WIDE]
+    fn_ptr,  # float32 [M + 1, 4 * hidden], whose last line begins with base [M] and scale [3] or [1]
     norm_ptr,  # float32 or bfloat16 [hidden]
     hidden,
-    splits,
+    parts,
     norm_eps,
     eps,
     x_ptr,  # bfloat16 [rows, hidden]
-    post_ptr,  # float32 [rows, N], or None
-    comb_ptr,  # float32 [rows, N, N], or None
+    post_ptr,  # float32 [rows, 4], or None
+    comb_ptr,  # float32 [rows, 4, 4], or None
     N: tl.constexpr,
     M: tl.constexpr,
     ITERATIONS: tl.constexpr,
     WIDE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two
     BLOCK: tl.constexpr,
 ):
     """A row's input, by the programs of axis 1 that are 0; by those that are 1, post and comb."""
     row = tl.program_id(0).to(tl.int64)
-    s, i, j = tl.arange(0, SPLITS), tl.arange(0, N), tl.arange(0, N)
+    s, j, m = tl.arange(0, PARTS), tl.arange(0, N), tl.arange(0, WIDE)
     affine_ptr = fn_ptr + M * N * hidden
-    sums_ptr += row * splits * WIDE
-    square = tl.sum(tl.load(sums_ptr + s * WIDE + M, mask=s < splits, other=0.0), 0)
-    inverse = tl.rsqrt(square / (N * hidden) + norm_eps)
+    sums_ptr += row * parts * WIDE
+    some = (s < parts)[:, None]
     if tl.program_id(1) == 0:
         h = tl.arange(0, BLOCK)
-        x = tl.zeros([BLOCK], tl.float32)
-        for stream in tl.static_range(N):
-            weight = tl.sum(tl.load(sums_ptr + s * WIDE + stream, mask=s < splits, other=0.0), 0) * inverse
-            weight = weight * tl.load(affine_ptr + M) + tl.load(affine_ptr + stream)
-            pre = 1 / (1 + tl.exp(-weight)) + eps
-            x += pre * tl.load(streams_ptr + (row * N + stream) * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)
+        at, inside = streams_ptr + row * N * hidden + h, h < hidden
+        first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(at + hidden, mask=inside, other=0.0).to(tl.float32)
+        third = tl.load(at + 2 * hidden, mask=inside, other=0.0).to(tl.float32)
+        fourth = tl.load(at + 3 * hidden, mask=inside, other=0.0).to(tl.float32)
+        norm = tl.load(norm_ptr + h, mask=inside, other=0.0)
+        weight = tl.sum(tl.load(sums_ptr + s[:, None] * WIDE + m[None, :], mask=some, other=0.0), 0)
+        inverse = tl.rsqrt(tl.sum(tl.where(m == M, weight, 0.0), 0) / (N * hidden) + norm_eps)
+        pre = weight * inverse * tl.load(affine_ptr + M) + tl.load(affine_ptr + m, mask=m < N, other=0.0)
+        pre = 1 / (1 + tl.exp(-pre)) + eps
+        x = tl.sum(tl.where(m == 0, pre, 0.0), 0) * first
+        x += tl.sum(tl.where(m == 1, pre, 0.0), 0) * second
+        x += tl.sum(tl.where(m == 2, pre, 0.0), 0) * third
+        x += tl.sum(tl.where(m == 3, pre, 0.0), 0) * fourth
         x = x.to(tl.bfloat16).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x, 0) / hidden + norm_eps)
-        norm = tl.load(norm_ptr + h, mask=h < hidden, other=0.0)
         if norm_ptr.dtype.element_ty == tl.bfloat16:  # V4's norm is rounded after the weight, the other one before it
             x = x.to(tl.bfloat16).to(tl.float32)
-        tl.store(x_ptr + row * hidden + h, (x * norm.to(tl.float32)).to(tl.bfloat16), mask=h < hidden)
+        tl.store(x_ptr + row * hidden + h, (x * norm.to(tl.float32)).to(tl.bfloat16), mask=inside)
     else:
         if post_ptr is not None:
-            some = (s < splits)[:, None]
+            square = tl.sum(tl.load(sums_ptr + s * WIDE + M, mask=s < parts, other=0.0), 0)
+            inverse = tl.rsqrt(square / (N * hidden) + norm_eps)
             post = tl.sum(tl.load(sums_ptr + s[:, None] * WIDE + N + j[None, :], mask=some, other=0.0), 0) * inverse
             post = post * tl.load(affine_ptr + M + 1) + tl.load(affine_ptr + N + j)
             tl.store(post_ptr + row * N + j, 2 / (1 + tl.exp(-post)))
-            place = 2 * N + i[:, None] * N + j[None, :]
-            comb = tl.load(sums_ptr + s[:, None, None] * WIDE + place[None], mask=some[:, :, None], other=0.0)
-            comb = tl.sum(comb, 0) * inverse * tl.load(affine_ptr + M + 2) + tl.load(affine_ptr + place)
-            tl.store(comb_ptr + row * N * N + i[:, None] * N + j[None, :], _doubly_stochastic(comb, eps, ITERATIONS))
+            scale, to = tl.load(affine_ptr + M + 2), comb_ptr + row * N * N + j
+            at = sums_ptr + s[:, None] * WIDE + 2 * N + j[None, :]
+            first = tl.sum(tl.load(at, mask=some, other=0.0), 0) * inverse * scale
+            second = tl.sum(tl.load(at + N, mask=some, other=0.0), 0) * inverse * scale
+            third = tl.sum(tl.load(at + 2 * N, mask=some, other=0.0), 0) * inverse * scale
+            fourth = tl.sum(tl.load(at + 3 * N, mask=some, other=0.0), 0) * inverse * scale
+            base = affine_ptr + 2 * N + j
+            first = _softmax(first + tl.load(base)) + eps
+            second = _softmax(second + tl.load(base + N)) + eps
+            third = _softmax(third + tl.load(base + 2 * N)) + eps
+            fourth = _softmax(fourth + tl.load(base + 3 * N)) + eps
+            # Columns and lines in turn over their sums, columns first and last. A line is a vector, so columns are
+            # summed without an exchange between threads.
+            for step in range(ITERATIONS):
+                if step > 0:
+                    first = first / (tl.sum(first, 0) + eps)
+                    second = second / (tl.sum(second, 0) + eps)
+                    third = third / (tl.sum(third, 0) + eps)
+                    fourth = fourth / (tl.sum(fourth, 0) + eps)
+                share = 1 / (first + second + third + fourth + eps)
+                first, second, third, fourth = first * share, second * share, third * share, fourth * share
+            tl.store(to, first)
+            tl.store(to + N, second)
+            tl.store(to + 2 * N, third)
+            tl.store(to + 3 * N, fourth)
 
 
 @triton.jit
-def _doubly_stochastic(x, eps, ITERATIONS: tl.constexpr):
-    """Softmax of each line; then columns and lines in turn over their sums, columns first and last. eps is added."""
-    x = tl.exp(x - tl.max(x, 1)[:, None])
-    x = x / tl.sum(x, 1)[:, None] + eps
-    x = x / (tl.sum(x, 0)[None, :] + eps)
-    for _ in range(ITERATIONS - 1):
-        x = x / (tl.sum(x, 1)[:, None] + eps)
-        x = x / (tl.sum(x, 0)[None, :] + eps)
-    return x
+def _softmax(x):
+    x = tl.exp(x - tl.max(x, 0))
+    return x / tl.sum(x, 0)
 
 
 def join(execute: Executor, streams, out, post, comb) -> Any:
-    """The streams `[rows, n, hidden]` after a block, as `hyper_connections.expand_streams` defines it."""
+    """The streams `[rows, 4, hidden]` after a block, as `hyper_connections.expand_streams` defines it."""
     return _mix(execute, streams, [out, post, comb], None)[0]
 
 
@@ -154,31 +172,36 @@ def block_input(
     """A block's input after its norm `[rows, hidden]`; where fn is no head's, also post and comb, as
     `hyper_connections.collapse_streams` has them. With `joined`, which are out, post and comb of the block before, the
     streams after that block come first."""
-    rows, n, hidden = streams.shape
     after, sums = _mix(execute, streams, joined or (None, None, None), fn)
-    streams, mixes, m = streams if after is None else after, fn.shape[0] > n + 1, fn.shape[0] - 1
-    outputs = [Output((rows, hidden), "bfloat16"), None, None]
+    streams, options = streams if after is None else after, {"norm_eps": norm_eps, "eps": eps, "iterations": iterations}
+    return *([] if after is None else [after]), *input_of_sums(execute, streams, fn, norm, sums, **options)
+
+
+def input_of_sums(
+    execute: Executor, streams, fn, norm, sums, *, norm_eps: float, eps: float, iterations: int
+) -> tuple[Any, ...]:
+    """As `block_input`, of sums float32 `[rows, parts, 32]` of parts of the channels."""
+    (rows, n, hidden), m, parts = streams.shape, fn.shape[0] - 1, sums.shape[1]
+    outputs, mixes = [Output((rows, hidden), "bfloat16"), None, None], m > n
     if mixes:
         outputs[1:] = Output((rows, n), "float32"), Output((rows, n, n), "float32")
-    splits = sums.shape[1]
-    constants = {"N": n, "M": m, "ITERATIONS": iterations, "WIDE": WIDE, "SPLITS": triton.next_power_of_2(splits)}
+    constants = {"N": n, "M": m, "ITERATIONS": iterations, "WIDE": WIDE, "PARTS": triton.next_power_of_2(parts)}
     constants |= {"BLOCK": triton.next_power_of_2(hidden), "num_warps": 8}
-    scalars = hidden, splits, norm_eps, eps
+    scalars = hidden, parts, norm_eps, eps
     launch = Launch(input_kernel, "hyper_connections_input", (rows, 1 + mixes), scalars, outputs, constants)
-    results = execute(launch, (streams, sums, fn, norm))
-    return *([] if after is None else [after]), *results[: 3 if mixes else 1]
+    return execute(launch, (streams, sums, fn, norm))[: 3 if mixes else 1]
 
 
 def _mix(execute: Executor, streams, joined, fn) -> tuple[Any, Any]:
     """The streams after the block before, and the sums; each None where it is not wanted."""
-    rows, n, hidden = streams.shape
-    splits, m = triton.cdiv(hidden, BLOCK_H), 0 if fn is None else fn.shape[0] - 1
+    (rows, n, hidden), m = streams.shape, 0 if fn is None else fn.shape[0] - 1
+    parts = n * triton.cdiv(hidden, BLOCK_H)
     outputs = [
         None if joined[0] is None else Output(streams.shape, "bfloat16"),
-        None if fn is None else Output((rows, splits, WIDE), "float32"),
+        None if fn is None else Output((rows, parts, WIDE), "float32"),
     ]
     constants = {"N": n, "M": m, "WIDE": WIDE, "BLOCK_T": BLOCK_T, "BLOCK_H": BLOCK_H, "num_warps": 4}
-    grid = triton.cdiv(rows, BLOCK_T), splits
+    grid = triton.cdiv(rows, BLOCK_T), parts
     return execute(
         Launch(mix_kernel, "hyper_connections_mix", grid, (rows, hidden), outputs, constants), (streams, *joined, fn)
     )

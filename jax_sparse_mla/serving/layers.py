@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_sparse_mla.serving.quantised import (
@@ -23,6 +24,7 @@ from jax_sparse_mla.serving.quantised import (
     stored_product,
     takes_swiglu,
 )
+from jax_sparse_mla.serving.quantised_cuda import MOST_ROWS
 
 FEW_ROWS = 64  # whose product takes as long as reading the weight
 
@@ -54,6 +56,31 @@ def _matmul(x: jax.Array, weight: jax.Array | Quantised, dtype: Any) -> jax.Arra
 def linear(x: jax.Array, weight: Weight) -> jax.Array:
     """`x @ weight.T` in x's dtype, summed in float32."""
     return matmul(x, weight, x.dtype)
+
+
+def grouped_linear(x: jax.Array, weight: jax.Array | Quantised) -> jax.Array:
+    """Each group's rows times its weight, in x's dtype: x `[T, groups, in]`, weight `[groups, out, in]` →
+    `[T, groups, out]`. Few rows read a quantised weight's bytes, as in `matmul`."""
+    rows, groups, _ = x.shape
+    flat = x.reshape(rows * groups, -1)
+    if rows > FEW_ROWS or not kernel_serves(flat, weight):
+        return jnp.einsum("tgi,goi->tgo", x, multiplied_out(weight))
+    if rows <= MOST_ROWS:
+        of = jnp.asarray(np.tile(np.arange(groups, dtype=np.int32), rows))  # a constant, which no launch makes
+        return stored_product(_named, flat, weight, of).reshape(rows, groups, -1)
+    by_group = x.swapaxes(0, 1).reshape(flat.shape)
+    out = stored_product(_in_groups, by_group, weight, jnp.asarray(np.full(groups, rows, np.int32)), sizes=True)
+    return out.reshape(groups, rows, -1).swapaxes(0, 1)
+
+
+def _named(x: jax.Array, weight: Quantised, of: jax.Array) -> jax.Array:
+    groups = weight.shape[0]
+    return jnp.einsum("tgi,goi->tgo", x.reshape(-1, groups, x.shape[1]), multiplied_out(weight)).reshape(len(of), -1)
+
+
+def _in_groups(x: jax.Array, weight: Quantised, sizes: jax.Array) -> jax.Array:
+    rows = x.reshape(len(sizes), -1, x.shape[1])
+    return jnp.einsum("gti,goi->gto", rows, multiplied_out(weight)).reshape(len(x), -1)
 
 
 def summed(x: jax.Array, axis_name: str | None) -> jax.Array:

@@ -63,7 +63,7 @@ def _parts() -> list[_Part]:
     if device.platform != "cuda":
         return []
     kernels = {"decode": BACKENDS["hopper"], "index_logits": LOGITS_BACKENDS["hopper"], "topk": TOPK_BACKENDS["cuda"]}
-    kernels["expert_rows"] = quantised_cuda.BACKEND
+    kernels |= {"expert_rows": quantised_cuda.FEW, "expert_tiles": quantised_cuda.MANY}
     binaries = [backend.binary(phase, device) for phase, backend in kernels.items() if not backend.wrong_device(device)]
     return [
         _Part(build.binder(), own_launcher, lambda: why_not("tvm_ffi") or triton_versions.unknown()),

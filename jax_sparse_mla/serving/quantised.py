@@ -132,6 +132,13 @@ def join_rows(weights: Sequence[Weight]) -> Weight:
     return runs[0] if len(runs) == 1 else JoinedRows(parts=runs)
 
 
+def in_groups(weight: jax.Array | Quantised, groups: int) -> jax.Array | Quantised:
+    """The weight `[groups * out, in]` as `[groups, out, in]`."""
+    if isinstance(weight, Quantised):
+        weight = weight.with_rows(math.gcd(weight.rows, weight.shape[0] // groups))
+    return jax.tree.map(lambda x: x.reshape(groups, -1, x.shape[-1]), weight)
+
+
 def _join(weights: list[Any]) -> jax.Array | Quantised:
     if isinstance(weights[0], Quantised):
         rows = math.gcd(*(x.rows for x in weights))
@@ -174,17 +181,17 @@ def takes_swiglu(gate_up: jax.Array, weight: Weight, *which: jax.Array, **static
     """Whether `stored_product` computes the SwiGLU of its rows, `gated`."""
     if not isinstance(weight, Quantised) or not gate_up.dtype == weight.dtype == jnp.bfloat16 or not gate_up.shape[0]:
         return False
-    return quantised_cuda.serves(gate_up, weight, *which, gated=True, **static)
+    return quantised_cuda.chosen(gate_up, weight, *which, gated=True, **static) is not None
 
 
 def stored_product(plain: Callable[..., jax.Array], x: jax.Array, weight: Quantised, *which: jax.Array, **static: Any):
-    """`quantised_cuda.product` or `quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`, whose
+    """A kernel of `quantised_cuda` or `quantised_triton.product` on GPUs, elsewhere `plain(x, weight, *which)`, whose
     derivatives it has. Rows that name experts may share those of x, as many in turn each.
     """
 
     def kernel(x: jax.Array, *others: Any) -> jax.Array:
-        if quantised_cuda.serves(x, weight, *which, **static):
-            return quantised_cuda.product(x, *jax.tree.leaves(others), **static)
+        if product := quantised_cuda.chosen(x, weight, *which, **static):
+            return product(x, *jax.tree.leaves(others))
         if which and not static.get("sizes"):
             x = jnp.repeat(x, which[0].shape[0] // x.shape[0], axis=0)
         if weight.format is WeightFormat.FP4:  # even values first

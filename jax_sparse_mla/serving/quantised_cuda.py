@@ -1,32 +1,48 @@
-"""Products of few rows with quantised weights by `kernels_cuda/expert_rows/`, as XLA calls them."""
+"""Products with quantised weights by CUDA kernels, as XLA calls them, and which of them takes a product.
+
+`kernels_cuda/expert_rows/` multiplies few rows, `kernels_cuda/expert_tiles/` many rows that are sorted by expert.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla.backend import SM80_AND_UP, TVM_FFI, Backend
+from jax_sparse_mla.backend import SM80_AND_UP, SM90, TVM_FFI, Backend
 from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.launch import build, tvm
 
-BACKEND = Backend(
+FEW = Backend(
     name="cuda",
     devices=(SM80_AND_UP,),
     device_names="SM80 and up",
     needs=(TVM_FFI,),
     binaries={"expert_rows": ("expert_rows", None)},
 )
+MANY = Backend(
+    name="cuda",
+    devices=(SM90,),
+    device_names="SM90",
+    needs=(TVM_FFI,),
+    binaries={"expert_tiles": ("expert_tiles", "90a")},
+)
 
-# Rows of a weight, on average, up to which this kernel serves and Triton's from there on: on an H200 it takes 0.6 of
-# Triton's time with 6 rows of FP4. Of FP8 rows that are sorted by expert, Triton's takes as long or less.
+# Rows of a weight, on average, up to which the kernel of few rows serves, but for FP8 rows that are sorted by expert.
+# On an H200 it takes 0.6 of Triton's time with 6 rows of FP4.
 MOST_ROWS = 8
-MOST_NAMED = 1024  # rows that name an expert each, of one call; the kernel has room for so many
-STEP_BYTES = 128  # of a weight's row, which it takes in whole steps
+# FP8 rows of an expert, on average, from which on the kernel of many rows is sooner than Triton's.
+FROM_ROWS = 24
+MOST_NAMED = 1024  # rows that name an expert each, of one call; the kernel of few rows has room for so many
+MOST_EXPERTS = 1024  # the kernel of many rows has room for their numbers
+STEP_BYTES = 128  # of a weight's row, which both take in whole steps
+OUT = 256  # rows of a weight in a tile of the kernel of many rows
 
 
-def serves(
+def chosen(
     x: Any,
     weight: Any,
     which: Any = None,
@@ -35,28 +51,37 @@ def serves(
     dtype: str = "bfloat16",
     gated: bool = False,
     limit: float | None = None,
-) -> bool:
-    """Whether this kernel takes a product here that `quantised_triton.product` can take; from shapes alone.
+) -> Callable[..., jax.Array] | None:
+    """The kernel, with these options, that takes a product here that `quantised_triton.product` can take; from shapes
+    alone. None: Triton's does.
 
     Args:
-      x, which: arrays or their shapes, as `product` has them.
+      x, which: arrays or their shapes, as `few_rows` has them.
       weight: a `Quantised`.
+      gated, limit: as `few_rows` has them; the kernel of many rows computes no SwiGLU.
     """
-    del dtype, limit
     k, named = x.shape[1] // (2 if gated else 1), which is not None and not sizes
     rows = (which if named else x).shape[0]
     experts, device = weight.shape[0] if weight.ndim == 3 else 1, DeviceInfo.current()
+    if k // weight.format.per_byte % STEP_BYTES or weight.rows & (weight.rows - 1):
+        return None
     # Eight rows of x and the sums of sixteen warps, beside the named rows.
-    shared = 8 * (2 * k + 64) + 16 * 640 + 4 * MOST_NAMED
-    fits = k // weight.format.per_byte % STEP_BYTES == 0 and not weight.rows & (weight.rows - 1)
-    if sizes and weight.format.per_byte == 1:
-        return False
-    if not fits or rows > MOST_ROWS * experts or (named and rows > MOST_NAMED) or shared > device.shared_memory_optin:
-        return False
-    return BACKEND.missing("expert_rows", "jax", device) is None
+    fits = 8 * (2 * k + 64) + 16 * 640 + 4 * MOST_NAMED <= device.shared_memory_optin and not (
+        named and rows > MOST_NAMED
+    )
+    few = rows <= MOST_ROWS * experts and not (sizes and weight.format.per_byte == 1)
+    if few and fits and FEW.missing("expert_rows", "jax", device) is None:
+        return partial(few_rows, sizes=sizes, dtype=dtype, gated=gated, limit=limit)
+    many = sizes and not gated and experts <= MOST_EXPERTS and weight.shape[-2] % 2 == 0
+    many &= rows >= FROM_ROWS * experts or weight.format.per_byte == 2
+    # Where fewer tiles are certain than there are multiprocessors, Triton's smaller ones keep more of them busy.
+    many &= min(rows, experts) * -(-weight.shape[-2] // OUT) >= device.sm_count
+    if many and MANY.missing("expert_tiles", "jax", device) is None:
+        return partial(many_rows, dtype=dtype)
+    return None
 
 
-def product(
+def few_rows(
     x: jax.Array,
     values: jax.Array,
     scales: jax.Array,
@@ -78,7 +103,29 @@ def product(
     rows = x.shape[0] if which is None or sizes else which.shape[0]
     operands = [x, values, scales, *([] if which is None else [which])]
     arguments = [*map(tvm.Buffer, range(3)), None if which is None else tvm.Buffer(3), sizes, gated, float(limit or 0)]
-    arguments += [tvm.Buffer(len(operands))]
-    out = jax.ShapeDtypeStruct((rows, values.shape[-2]), jnp.dtype(dtype))
-    kernel = build.Binary(*BACKEND.binary("expert_rows", DeviceInfo.current()))
-    return tvm.call(kernel, "expert_rows", arguments, [out], *operands)[0]
+    return _call(FEW, "expert_rows", [*arguments, tvm.Buffer(len(operands))], operands, rows, dtype)
+
+
+def many_rows(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    sizes: jax.Array | None = None,
+    *,
+    dtype: str = "bfloat16",
+) -> jax.Array:
+    """As `quantised_triton.product`, of x in its own order, of rows that are sorted by expert, or of one weight.
+
+    Args:
+      sizes: int32 `[experts]`, how many rows each has, one expert's after the other's; None: the weight is `[N, K]`.
+    """
+    operands = [x, values, scales, *([] if sizes is None else [sizes])]
+    arguments = [*map(tvm.Buffer, range(3)), None if sizes is None else tvm.Buffer(3), tvm.Buffer(len(operands))]
+    return _call(MANY, "expert_tiles", arguments, operands, x.shape[0], dtype)
+
+
+def _call(
+    backend: Backend, name: str, arguments: list[Any], operands: list[jax.Array], rows: int, dtype: str
+) -> jax.Array:
+    out = jax.ShapeDtypeStruct((rows, operands[1].shape[-2]), jnp.dtype(dtype))
+    return tvm.call(build.Binary(*backend.binary(name, DeviceInfo.current())), name, arguments, [out], *operands)[0]

@@ -167,8 +167,8 @@ class Scheduler:
         given = "return_selected" if request.replay is None else "replay"
         if not self.selecting:
             raise ValueError(f"{name} has {given}, and this engine's layers return no selected positions")
-        if steps := self.options.speculative_steps:
-            raise ValueError(f"{name} has {given}, which needs speculative_steps 0, got {steps}")
+        if request.replay is not None and (steps := self.options.speculative_steps):
+            raise ValueError(f"{name} has replay, which needs speculative_steps 0, got {steps}")
         if request.row is not None:
             raise ValueError(f"{name} has {given}, and what an imported request has attended to is not known")
         if request.replay is not None:
@@ -318,9 +318,17 @@ class Scheduler:
         return finished
 
     def take(
-        self, plan: StepPlan, tokens: OfEach[int], margins: OfEach[float], logprobs: OfEach[Logprob] | None = None
+        self,
+        plan: StepPlan,
+        tokens: OfEach[int],
+        margins: OfEach[float],
+        logprobs: OfEach[Logprob] | None = None,
+        selected: np.ndarray | None = None,
     ) -> list[Request]:
-        """As `complete`, but keeps what a callback raised for `raised`. What it raises has left tables unfinished."""
+        """As `complete`, but keeps what a callback raised for `raised`. What it raises has left tables unfinished.
+
+        selected: of TARGET_VERIFY, int32 `[layers that select, rows, k]`, what its rows attended to.
+        """
         self._unread_steps = max(0, self._unread_steps - 1)  # a callback of another share may have dropped all
         verify, finished = plan.mode is ForwardMode.TARGET_VERIFY, []
         for i, request in enumerate(plan.requests):
@@ -335,6 +343,9 @@ class Scheduler:
                     self._fail(request)
                     break
                 request.take(token, margin, logprobs and logprobs[i][j])
+                if selected is not None and request.return_selected:  # of rejected drafts nobody asks
+                    row = i * (plan.drafts + 1) + j
+                    request.attend(selected[:, row : row + 1].copy())
                 try:
                     request.tell()
                 except BaseException as error:

@@ -262,7 +262,10 @@ def _draft_and_verify(program: Program, params: Params, state: State, tokens: ja
     slots = _slots(state.tables, jnp.repeat(rows, steps + 1), positions)
     # The mode adds the drafts to the lengths; a request of length 0 would be padding, but its prompt has been read.
     batch = _batch(program, ForwardMode.TARGET_VERIFY, rows, jnp.where(live, starts, 0), slots, None)
-    out = program.model.forward(params, state.caches, _inputs(program, state, batch, drafts.reshape(-1), positions))
+    inputs = _inputs(program, state, batch, drafts.reshape(-1), positions)
+    if program.return_selected:
+        inputs = dataclasses.replace(inputs, return_selected=True)
+    out = program.model.forward(params, state.caches, inputs)
     logits = program.model.logits(params, out.hidden)
     requests, outputs = jnp.repeat(parts["requests"], steps + 1, axis=1), None
     if program.hook is not None:
@@ -285,7 +288,7 @@ def _draft_and_verify(program: Program, params: Params, state: State, tokens: ja
         inputs = _inputs(program, state, batch, chosen.reshape(-1), positions)
         state = _follow(program, params, state, inputs, out.states, rows, last_rows)
     result = _pack_result(chosen.reshape(-1), *scores, accepted, out.overflow)
-    return state, result, None, out.trace, logits if program.logits else None, None
+    return state, result, None, out.trace, logits if program.logits else None, out.selected
 
 
 def _draft_with_first_layer(program: Program, params: Params, state: State, tokens: jax.Array, parts):

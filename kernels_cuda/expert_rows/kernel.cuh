@@ -14,17 +14,18 @@
 #pragma once
 
 #include "../sm90.cuh"
+#include "../stored_weights.cuh"
 
 namespace expert_rows {
 
 using namespace sm90;
+using namespace stored_weights;
 
 constexpr int kTile = 16;        // rows of a weight in a product
 constexpr int kColumns = 8;      // rows of x in a product
 constexpr int kStepBytes = 128;  // of a weight's row that a warp multiplies at once
-constexpr int kAhead = 2;  // steps that a warp has in flight, 2 KB each
-constexpr int kFewBlocks = 2;        // of few warps, on a multiprocessor
-constexpr int kGroup = 128;      // k that share a scale of FP8
+constexpr int kAhead = 2;        // steps that a warp has in flight, 2 KB each
+constexpr int kFewBlocks = 2;    // of few warps, on a multiprocessor
 constexpr int kPitch = 20;       // floats between columns of a warp's sums, so that lanes store to different banks
 constexpr int kMostNamed = 1024;  // rows that name an expert each
 constexpr int kMostTiles = 16;    // of a thread block, which has at most so many steps of them
@@ -118,14 +119,11 @@ __device__ __forceinline__ Rows find_named(const Call& call, int row, int expert
 
 // --- numbers ----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint32_t twice(uint32_t bfloat16) { return bfloat16 * 0x10001; }
-
 // Eight e2m1 numbers of a word as pairs of the numbers i and i + 4, times 2^-126 and then times `factor`. Exponent and
 // mantissa move into those of bfloat16, where 0.5 is a subnormal number. A multiplication moves sign and number at once,
 // and not by the unit that is busiest.
 __device__ __forceinline__ void convert_fp4(uint32_t (&pairs)[4], uint32_t word, uint32_t factor) {
-  constexpr uint32_t kSigns = 0x80008000, kNumbers = 0x01C001C0;
-  constexpr uint32_t kBoth = kSigns | kNumbers, kMoves = 1 << 12 | 1 << 6;
+  constexpr uint32_t kBoth = kSigns | kFp4Numbers, kMoves = 1 << 12 | 1 << 6;
   uint32_t high = word >> 8;
   pairs[0] = multiply_pairs((word & 0x000F000F) * kMoves & kBoth, factor);
   pairs[1] = multiply_pairs((word & 0x00F000F0) * (kMoves >> 4) & kBoth, factor);
@@ -133,28 +131,15 @@ __device__ __forceinline__ void convert_fp4(uint32_t (&pairs)[4], uint32_t word,
   pairs[3] = multiply_pairs((high & 0x00F000F0) * (kMoves >> 4) & kBoth, factor);
 }
 
-// A UE8M0 scale for numbers that are 2^-126 of themselves: a factor for scales up to 2, or a first one that such a scale
-// has, and a second one that is 1 then.
-constexpr uint32_t kLargestAlone = 128;
-__device__ __forceinline__ uint32_t factor_alone(uint32_t scale) { return scale * 0x00800080u + 126 * 0x00800080u; }
-__device__ __forceinline__ uint32_t first_factor(uint32_t scale) { return factor_alone(min(scale, kLargestAlone)); }
-__device__ __forceinline__ uint32_t second_factor(uint32_t scale) {
-  return scale == 255 ? 0x7FC07FC0 : twice((max(scale, kLargestAlone) - 1) << 7);
-}
-
 // Four e4m3 numbers of a word as pairs of the numbers i and i + 2. NaN becomes 480: `find_nan` notes it.
 __device__ __forceinline__ void convert_fp8(uint32_t& first, uint32_t& second, uint32_t word) {
-  constexpr uint32_t kSigns = 0x80008000, kNumbers = 0x07F007F0, k2To120 = 0x7B807B80;
+  constexpr uint32_t kNumbers = kFp8Numbers;
   first = multiply_pairs((word << 8 & kSigns) | (word << 4 & kNumbers), k2To120);
   second = multiply_pairs((word & kSigns) | (word >> 4 & kNumbers), k2To120);
 }
 
 // Sets the highest bit of a byte where a word has a NaN.
 __device__ __forceinline__ void find_nan(uint32_t& found, uint32_t word) { found |= (word & 0x7F7F7F7F) + 0x01010101; }
-
-__device__ __forceinline__ float ue8m0(uint32_t scale) {
-  return __int_as_float(static_cast<int>(scale == 0 ? 0x00400000 : scale == 255 ? 0x7FC00000 : scale << 23));
-}
 
 __device__ __forceinline__ uint32_t word_of(const uint4& x, int i) { return (&x.x)[i]; }
 

@@ -20,30 +20,11 @@ void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "index_logits: " << cudaGetErrorString(error);
 }
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-Encode find_encode() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
-  if (found != cudaDriverEntryPointSuccess) TVM_FFI_THROW(RuntimeError) << "index_logits: the driver is too old";
-  return reinterpret_cast<Encode>(function);
-}
-
 template <int kAxes>
 CUtensorMap map_of(const Tiles<kAxes>& tiles) {
-  static const Encode encode = find_encode();
-  cuuint64_t sizes[kAxes + 1] = {kDim}, strides[kAxes];
-  cuuint32_t box[kAxes + 1] = {kDim}, steps[kAxes + 1] = {1};
-  for (int i = 0; i < kAxes; i++) sizes[i + 1] = tiles.sizes[i], strides[i] = tiles.strides[i];
-  for (int i = 0; i < kAxes; i++) box[i + 1] = tiles.tile[i], steps[i + 1] = 1;
-  CUtensorMap map;
-  CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kAxes + 1, const_cast<void*>(tiles.data), sizes, strides,
-                           box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) TVM_FFI_THROW(RuntimeError) << "index_logits: no tensor map, error " << int(result);
+  std::string why;
+  CUtensorMap map = tensor_map::of(tiles, why);
+  if (!why.empty()) TVM_FFI_THROW(RuntimeError) << "index_logits: " << why;
   return map;
 }
 

@@ -12,11 +12,13 @@
 #pragma once
 
 #include "../sm90.cuh"
+#include "../tensor_map.cuh"
 #include "rows.cuh"
 
 namespace index_logits {
 
 using namespace sm90;
+using tensor_map::Tiles;
 
 constexpr int kHeads = 64, kDim = 128, kTokenBytes = kDim + 4;
 constexpr int kTile = 64;             // keys, or heads, of a copied tile
@@ -62,15 +64,6 @@ struct Shared {
 };
 
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // tiles begin at multiples of 1024 bytes
-
-// How tiles of 64 lines of 128 bytes are copied: sizes and strides, in bytes, of the axes after a line's bytes, and how
-// much of each a tile has.
-template <int kAxes>
-struct Tiles {
-  const void* data;
-  int64_t sizes[kAxes], strides[kAxes];
-  int tile[kAxes];
-};
 
 // A lane's columns of a product, 8 i + 2 t and the next, are 16 consecutive heads.
 inline Tiles<4> tiles_of_queries(const void* q, int rows) {

@@ -54,11 +54,9 @@ __device__ __forceinline__ void follow(const Shared<kFormat>& shared, int buffer
   }
 }
 
-// Turns scores into weights relative to the reference: the head's largest score so far, or a score at most 8 (a factor
-// of 256) below it. Most blocks leave the reference as it is, and then nothing is rescaled. Returns the factors by
-// which sums are rescaled. The scale is not 0, which would make a NaN of a masked score.
-__device__ __forceinline__ float2 weigh(float (&scores)[32], uint2 valid, float scale, Statistics& statistics) {
-  constexpr float kSlack = 8;
+// Masks the scores of keys that do not exist. Returns the scale's magnitude: scores take its sign. The scale is not 0,
+// which would make a NaN of a masked score.
+__device__ __forceinline__ float mask_scores(float (&scores)[32], uint2 valid, float scale) {
   if (scale < 0) {
 #pragma unroll
     for (int i = 0; i < 32; i++) scores[i] = -scores[i];
@@ -72,30 +70,49 @@ __device__ __forceinline__ float2 weigh(float (&scores)[32], uint2 valid, float 
       if (!(mask >> (i / 4 * 8 % 32 + column + i % 2) & 1)) scores[i] = -INFINITY;
     }
   }
+  return scale;
+}
+
+// The largest score of one of a thread's two heads.
+__device__ __forceinline__ float largest_score(const float (&scores)[32], int r) {
+  float most[4];
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    float x = scores[i / 2 * 4 + 2 * r + i % 2];
+    most[i % 4] = i < 4 ? x : fmaxf(most[i % 4], x);
+  }
+  return over_quad(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])), larger);
+}
+
+// Turns the scores of one of a thread's two heads into weights relative to the reference: the head's largest score so
+// far, or a score at most 8 (a factor of 256) below it. Most blocks leave the reference as it is, and then nothing is
+// rescaled. Returns the factor by which sums are rescaled. `largest` is that of the block, times the scale.
+__device__ __forceinline__ float weigh_head(float (&scores)[32], int r, float largest, float scale,
+                                            Statistics& statistics) {
+  constexpr float kSlack = 8;
+  float before = statistics.reference[r], sums[4] = {0, 0, 0, 0};
+  bool moves = largest > before + kSlack;
+  float rescale = moves ? exp2f(before - largest) : 1.0f;
+  largest = moves ? largest : before;
+  statistics.reference[r] = largest;
+  if (largest == -INFINITY) largest = 0;
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    float& x = scores[i / 2 * 4 + 2 * r + i % 2];
+    x = exp2_approx(fmaf(x, scale, -largest));
+    sums[i % 4] += x;
+  }
+  statistics.sum[r] = statistics.sum[r] * rescale + (sums[0] + sums[1] + (sums[2] + sums[3]));
+  return rescale;
+}
+
+// The same for a block's scores. Returns the factors of both heads.
+__device__ __forceinline__ float2 weigh(float (&scores)[32], uint2 valid, float scale, Statistics& statistics) {
+  scale = mask_scores(scores, valid, scale);
   float rescale[2];
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float most[4], sums[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      float x = scores[i / 2 * 4 + 2 * r + i % 2];
-      most[i % 4] = i < 4 ? x : fmaxf(most[i % 4], x);
-    }
-    float largest = over_quad(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])), larger) * scale;
-    float before = statistics.reference[r];
-    bool moves = largest > before + kSlack;
-    rescale[r] = moves ? exp2f(before - largest) : 1.0f;
-    largest = moves ? largest : before;
-    statistics.reference[r] = largest;
-    if (largest == -INFINITY) largest = 0;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      float& x = scores[i / 2 * 4 + 2 * r + i % 2];
-      x = exp2_approx(fmaf(x, scale, -largest));
-      sums[i % 4] += x;
-    }
-    statistics.sum[r] = statistics.sum[r] * rescale[r] + (sums[0] + sums[1] + (sums[2] + sums[3]));
-  }
+  for (int r = 0; r < 2; r++)
+    rescale[r] = weigh_head(scores, r, largest_score(scores, r) * scale, scale, statistics);
   return {rescale[0], rescale[1]};
 }
 
@@ -116,10 +133,11 @@ __device__ __forceinline__ void store_weights(const float (&weights)[32], uint32
 
 // --- sums -------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void rescale_sums(float (&sums)[2][64], float first, float second) {
+template <int kCount>
+__device__ __forceinline__ void rescale_sums(float (&sums)[kCount][64], float first, float second) {
   if (!__any_sync(~0u, first != 1 || second != 1)) return;
 #pragma unroll
-  for (int i = 0; i < 128; i++) sums[i / 64][i % 64] *= i / 2 % 2 ? second : first;
+  for (int i = 0; i < kCount * 64; i++) sums[i / 64][i % 64] *= i / 2 % 2 ? second : first;
 }
 
 // Starts O += P V of a block for one half of V's columns, once its weights are there; O = P V where `add` is false.
@@ -184,13 +202,14 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&x)[4]) {
   return high ? uint4{c, d, y[2], y[3]} : uint4{y[0], y[1], c, d};
 }
 
-// A thread's first head is at `out`, its second at `out + 8 * kValues`.
-__device__ __forceinline__ void store_out(const float (&sums)[2][64], const float (&factors)[2], __nv_bfloat16* out,
-                                          int heads) {
+// Of 128 columns or twice as many. A thread's first head is at `out`, its second at `out + 8 * kValues`.
+template <int kCount>
+__device__ __forceinline__ void store_out(const float (&sums)[kCount][64], const float (&factors)[2],
+                                          __nv_bfloat16* out, int heads) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
 #pragma unroll
-    for (int chunk = 0; chunk < 32; chunk += 4) {
+    for (int chunk = 0; chunk < kCount * 16; chunk += 4) {
       uint32_t x[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {

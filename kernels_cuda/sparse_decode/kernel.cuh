@@ -2,8 +2,8 @@
 //
 // The persistent kernel runs one thread block on each multiprocessor, with two producer and two consumer warpgroups.
 // The cluster kernel serves few rows: a cluster of thread blocks shares each row. In the wide cluster kernel it does so
-// too, and each thread block has the warpgroups of the persistent one. kernels-decode.md explains shared memory, the
-// barriers and the limits.
+// too, and each thread block has the warpgroups of the persistent one. The window kernel serves short rows, each by one
+// thread block. kernels-decode.md explains shared memory, the barriers and the limits.
 
 #pragma once
 
@@ -17,11 +17,19 @@
 #include "rows_bf16.cuh"
 #include "shared.cuh"
 #include "wide.cuh"
+#include "window.cuh"
 
 namespace sparse_decode {
 
 // Registers of a thread in each role. A multiprocessor has 4 x 128 for one thread of each of the four warpgroups.
 constexpr int kKeyRegisters = 64, kAttendRegisters = 192;
+
+// Stands before the first read of what launches ahead have written, and lets a launch behind begin: its thread blocks
+// come to multiprocessors that are free, and wait there.
+__device__ __forceinline__ void begin_launch() {
+  sm90::wait_for_launch_ahead();
+  sm90::let_next_launch_begin();
+}
 
 // Each warp initialises its part of the barriers; one thread would take 2,000 clocks for all.
 template <Format kFormat>
@@ -55,6 +63,7 @@ template <Format kFormat, bool kByLengths>
 __device__ __forceinline__ void attend(const Call& call, Shared<kFormat>& shared) {
   int tile = blockIdx.x % call.tiles, warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
   if (unsigned thread = fresh(threadIdx.x); thread % 32 == 0) init_barriers(shared, thread / 32);
+  begin_launch();
   static_assert(sizeof(Planning) <= sizeof(shared.keys));
   Planning& planning = reinterpret_cast<Planning&>(shared.keys);
   plan_piece<kByLengths>(call, planning, shared.plan, blockIdx.x / call.tiles);
@@ -88,6 +97,7 @@ template <Format kFormat>
 __device__ __forceinline__ void attend_wide(const Call& call, WideShared<kFormat>& shared) {
   int tile = blockIdx.y, row = blockIdx.z, warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
   if (unsigned thread = fresh(threadIdx.x); thread % 32 == 0) init_barriers<kFormat>(shared, thread / 32);
+  begin_launch();
   int blocks = lengths_of(call, row).blocks();
   if (threadIdx.x == 0) {
     sm90::init(&shared.statistics_full, 1), sm90::init(&shared.values_full, 1);
@@ -131,6 +141,18 @@ constexpr int shared_bytes() {
   return sizeof(Layout) + 1024;
 }
 
+// Of a format that has it.
+template <Format kFormat>
+__device__ __forceinline__ void attend_window(const Call& call) {
+  if constexpr (kHasWindow<kFormat>) WindowRow<kFormat>(call, shared_memory<WindowShared<kFormat>>()).attend();
+}
+
+template <Format kFormat>
+constexpr int window_bytes() {
+  if constexpr (kHasWindow<kFormat>) return shared_bytes<WindowShared<kFormat>>();
+  return 0;
+}
+
 // The kernels of a format, in a file of their own: nvcc compiles the files side by side.
 #define SPARSE_DECODE_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #define SPARSE_DECODE_KERNELS(name, kFormat)                                                      \
@@ -141,13 +163,19 @@ constexpr int shared_bytes() {
     attend<kFormat, true>(call, shared_memory<Shared<kFormat>>());                                \
   }                                                                                               \
   SPARSE_DECODE_KERNEL name##_few_16(const __grid_constant__ Call call) {                         \
+    begin_launch();                                                                               \
     PartOfRow<kFormat, 16>(call, shared_memory<ClusterShared<kFormat, 16>>()).attend();           \
   }                                                                                               \
   SPARSE_DECODE_KERNEL name##_few_32(const __grid_constant__ Call call) {                         \
+    begin_launch();                                                                               \
     PartOfRow<kFormat, 32>(call, shared_memory<ClusterShared<kFormat, 32>>()).attend();           \
   }                                                                                               \
   SPARSE_DECODE_KERNEL name##_wide(const __grid_constant__ Call call) {                           \
     attend_wide<kFormat>(call, shared_memory<WideShared<kFormat>>());                             \
+  }                                                                                               \
+  SPARSE_DECODE_KERNEL name##_window(const __grid_constant__ Call call) {                         \
+    begin_launch();                                                                               \
+    attend_window<kFormat>(call);                                                                 \
   }                                                                                               \
   template <>                                                                                     \
   Kernels kernels_of<kFormat>() {                                                                 \
@@ -156,7 +184,8 @@ constexpr int shared_bytes() {
             {name##_by_lengths, kBytes},                                                          \
             {name##_few_16, shared_bytes<ClusterShared<kFormat, 16>>()},                          \
             {name##_few_32, shared_bytes<ClusterShared<kFormat, 32>>()},                          \
-            {name##_wide, shared_bytes<WideShared<kFormat>>()}};                                  \
+            {name##_wide, shared_bytes<WideShared<kFormat>>()},                                   \
+            {name##_window, window_bytes<kFormat>()}};                                            \
   }
 
 }  // namespace sparse_decode

@@ -11,9 +11,10 @@ struct Launch {
   int bytes;  // of shared memory
 };
 
-// The kernels of a format: for many rows, without and with lengths; for few rows with 16 or 32 heads; the wide one.
+// The kernels of a format: for many rows, without and with lengths; for few rows with 16 or 32 heads; the wide one; for
+// short rows, which a format without it has empty.
 struct Kernels {
-  Launch many, by_lengths, few_16, few_32, wide;
+  Launch many, by_lengths, few_16, few_32, wide, window;
 };
 
 template <Format kFormat>

@@ -24,6 +24,7 @@ constexpr int kBlock = 64;    // keys
 constexpr int kHeads = 64;    // of a tile: the rows of a matrix product
 constexpr int kValues = 512;  // of V and of the output
 constexpr int kThreads = 512;
+constexpr int kWindowBlocks = 2;  // of keys, the most that a row of the window kernel has
 
 // Times, in units of a block of keys: of a row, or a part of one, in addition to its blocks; and, where rows are split,
 // of the join, once and for so many parts.
@@ -56,7 +57,8 @@ inline Divisor divisor_of(int64_t n) {
 }
 
 // kAsLengthsSay where lengths are given. kInClusters: each row is shared by a cluster, as in the cluster kernel.
-enum Cuts { kNever, kAlways, kAsLengthsSay, kInClusters };
+// kInWindow: each is a thread block's, and so short that the window kernel serves it.
+enum Cuts { kNever, kAlways, kAsLengthsSay, kInClusters, kInWindow };
 
 // The part of the schedule that is known before the launch: rounds of one row for each group, and the rows that are
 // left.

@@ -40,6 +40,7 @@ Kernels kernels_for(int format) {
 Launch launch_of(int format, int tile, int cuts, bool by_lengths) {
   Kernels kernels = kernels_for(format);
   if (cuts == kInClusters) return kernels.wide;
+  if (cuts == kInWindow) return kernels.window;
   return tile == 16 ? kernels.few_16 : tile == 32 ? kernels.few_32 : by_lengths ? kernels.by_lengths : kernels.many;
 }
 
@@ -99,7 +100,11 @@ Planned planned(int rows, int heads, int format, const Shape& table, const Shape
   bool by_lengths = table.rows_per_length || extra.rows_per_length;
   made.what = launch_of(format, tile, cuts, by_lengths);
   allow(made.what);
-  if (tile == kHeads && cuts != kInClusters) {
+  if (cuts == kInWindow) {
+    if (!made.what.bytes || table.topk > kWindowBlocks * kBlock || extra.topk)
+      TVM_FFI_THROW(ValueError) << "sparse_decode: the window kernel has no rows of this format or length";
+    made.grid[0] = call.tiles, made.grid[1] = rows, made.grid[2] = 1;
+  } else if (tile == kHeads && cuts != kInClusters) {
     made.grid[0] = groups * call.tiles, made.grid[1] = made.grid[2] = 1;
     made.waits = cuts != kNever;
   } else {
@@ -123,14 +128,22 @@ cudaError_t start(Planned planned, const uint64_t* addresses, cudaStream_t strea
     call.tables[i].lengths = reinterpret_cast<const int*>(of_table[2]);
   }
   place_scratch(call, reinterpret_cast<void*>(addresses[kScratch]));
-  cudaLaunchAttribute attribute = clusters_of(planned.parts);
-  if (!planned.parts) attribute.id = cudaLaunchAttributeCooperative, attribute.val.cooperative = planned.waits;
+  cudaLaunchAttribute attributes[2];
+  int count = 0;
+  if (planned.parts) attributes[count++] = clusters_of(planned.parts);
+  if (planned.waits) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
+  } else {  // thread blocks come to free multiprocessors while the launch ahead ends, and wait there
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(planned.grid[0], planned.grid[1], planned.grid[2]);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = planned.what.bytes;
   config.stream = stream;
-  config.attrs = &attribute, config.numAttrs = 1;
+  config.attrs = attributes, config.numAttrs = count;
   return cudaLaunchKernelEx(&config, planned.what.kernel, call);
 }
 
@@ -141,8 +154,8 @@ cudaError_t start(Planned planned, const uint64_t* addresses, cudaStream_t strea
 // blocks, at most one for each multiprocessor.
 // `tile` is the heads of a thread block. With 16 or 32 instead of 64 the cluster kernel runs: `groups` thread blocks,
 // from 2 to 16, share each row; then there are no cuts, and at most 65,535 rows. With 64 and cuts kInClusters the same
-// holds for the wide cluster kernel. The caller validates sizes, dtypes and the plan (tile, groups, cuts). `format` is
-// one of Format. A table's last six numbers are those of a Shape, in its order; those of Places are read for V4.1 alone.
+// holds for the wide cluster kernel, and with cuts kInWindow for the window kernel, which takes the first table alone, of
+// at most 128 columns. The caller validates sizes, dtypes and the plan (tile, groups, cuts). `format` is one of Format. A table's last six numbers are those of a Shape, in its order; those of Places are read for V4.1 alone.
 // FP4 rows are the second table's, also where there is no first one.
 void SparseDecode(ffi::TensorView q, ffi::Optional<ffi::TensorView> cache, ffi::Optional<ffi::TensorView> indices,
                   ffi::Optional<ffi::TensorView> lengths, ffi::Optional<ffi::TensorView> extra_cache,

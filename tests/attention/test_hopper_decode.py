@@ -4,6 +4,7 @@ every backend, does not have: rows cut into parts, graphs, repeated runs, a larg
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -32,6 +33,7 @@ from jax_sparse_mla.attention.hopper.decode_plan import (
     ALWAYS,
     AS_LENGTHS_SAY,
     IN_CLUSTERS,
+    IN_WINDOW,
     NEVER,
     V4,
     V4_BF16,
@@ -104,6 +106,24 @@ class TestPlan:
         assert plans[-1].cuts != IN_CLUSTERS
         assert {self.plan(rows, 32, few=True).tile for rows in (1, 8, 64)} == {16, 32}  # half of a wide tile
 
+    @pytest.mark.parametrize("kernel_format", [V4, V41, V4_BF16])
+    def test_a_thread_block_has_each_short_row(self, kernel_format):
+        """Where no row can have more than 128 keys, of one cache of a format that has the kernel."""
+        plan = functools.partial(self.plan, few=True, kernel_format=kernel_format)
+        for rows, heads, topk in ((32, 128, 128), (64, 128, 65), (128, 64, 128), (60, 128, 1)):
+            for has_lengths in (False, True):
+                for invariant in (False, True):
+                    given = {"has_lengths": has_lengths, "batch_invariant": invariant}
+                    assert plan(rows, heads, (topk,), **given) == DecodePlan(64, 1, IN_WINDOW, 0)
+        for topks in ((129,), (64, 64), (128, 512)):
+            assert plan(64, 128, topks).cuts != IN_WINDOW
+        assert plan(70_000, 64, (128,)).cuts != IN_WINDOW  # more than a grid's second axis has
+        assert plan(1, 64, (128,)).tile == 16  # a cluster is sooner
+
+    @pytest.mark.parametrize("kernel_format", [None, V32, V41_FP4, V32_BF16])
+    def test_other_formats_have_no_kernel_of_short_rows(self, kernel_format):
+        assert self.plan(32, 128, (128,), few=True, kernel_format=kernel_format).cuts != IN_WINDOW
+
     @pytest.mark.parametrize(("heads", "groups", "tiles"), [(16, 132, 1), (128, 66, 2), (1000, 8, 16)])
     def test_rows_are_shared_by_the_device(self, heads, groups, tiles):
         plan, blocks = self.plan(1, heads), groups * tiles
@@ -132,14 +152,17 @@ class TestPlan:
     def test_the_kernel_has_the_same_numbers(self):
         text = (cuda_build.folder() / "sparse_decode" / "schedule.cuh").read_text()
         text += (cuda_build.folder() / "sparse_decode" / "cluster.cuh").read_text()
-        for name in ("RowCost", "JoinCost", "PartsJoined", "MostParts"):
+        for name in ("RowCost", "JoinCost", "PartsJoined", "MostParts", "WindowBlocks"):
             value = getattr(planning, re.sub("([A-Z])", r"_\1", name).upper())
-            assert f"constexpr int k{name} = {value};" in text
-        assert re.search(r"enum Cuts \{ kNever, kAlways, kAsLengthsSay, kInClusters \}", text)
-        assert (NEVER, ALWAYS, AS_LENGTHS_SAY, IN_CLUSTERS) == (0, 1, 2, 3)
+            assert f"constexpr int k{name} = {value};" in text, name
+        assert re.search(r"enum Cuts \{ kNever, kAlways, kAsLengthsSay, kInClusters, kInWindow \}", text)
+        assert (NEVER, ALWAYS, AS_LENGTHS_SAY, IN_CLUSTERS, IN_WINDOW) == (0, 1, 2, 3, 4)
         text = (cuda_build.folder() / "sparse_decode" / "shared.cuh").read_text()
         assert "enum Format { kV4, kV32, kV41, kV41Fp4, kV4Bf16, kV32Bf16 };" in text
         assert (V4, V32, V41, V41_FP4, V4_BF16, V32_BF16) == (0, 1, 2, 3, 4, 5)
+        text = (cuda_build.folder() / "sparse_decode" / "window.cuh").read_text()
+        assert "kHasWindow = kFormat == kV4 || kFormat == kV41 || kFormat == kV4Bf16;" in text
+        assert planning._HAVE_WINDOW == (V4, V41, V4_BF16)
 
 
 V41_PAIRS = [("V41_FP8",) * 2, ("V41_FP8_SPLIT",) * 2, ("V41_FP8", "V41_FP4"), ("V41_FP8_SPLIT", "V41_FP4_SPLIT")]

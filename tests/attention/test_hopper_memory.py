@@ -93,7 +93,9 @@ HOSTILE = {
 
 @functools.cache
 def case_of(name: str):
-    return attention_calls.small_decode(**{"lengths": "batch", "extra_lengths": "batch"} | (DECODES | HOSTILE)[name])
+    return attention_calls.small_decode(
+        **{"lengths": "batch", "extra_lengths": "batch"} | (DECODES | HOSTILE | SHORT)[name]
+    )
 
 
 @pytest.mark.always(7)
@@ -120,13 +122,22 @@ FEW = [
     *((name, cluster) for name in DECODES if "bfloat16" in name for cluster in ((16, 11), (32, 3), (16, 2))),
     *zip(HOSTILE, itertools.cycle([*CLUSTERS, (16, 16)])),
 ]
+# Rows of one cache that the window kernel serves.
+SHORT = {
+    "lengths, short": {"topk": 128, "page_size": 61, "heads": 70},
+    "lengths, short, bfloat16": BF16 | {"topk": 100, "page_size": 7, "heads": 16},
+    "lengths, short, V4.1": {"layout": "V41_FP8", "topk": 65, "page_size": 3, "heads": 64},
+    "lengths, short, V4.1, apart": {"layout": "V41_FP8_SPLIT", "topk": 1, "heads": 128},
+    "whole, short": BY_SHAPE | {"topk": 128, "heads": 64, "batch": 140, "q_len": 1},
+    "no valid index, short": {"rows": "none", "topk": 64},
+}
 # Every format, with another number of heads each time.
 WIDE = [*zip([*HOSTILE][:: len(HEADS) + 1], (2, 3, 6, 16, 11, 4, 15, 8))]
 
 
-def check(name: str, cluster: tuple[int, int] | None, monkeypatch, **options):
-    """By a cluster kernel in clusters as told, or by the persistent one."""
-    case, launched = case_of(name), attention_calls.by_decode_kernel(cluster, monkeypatch)
+def check(name: str, cluster: tuple[int, int] | None, monkeypatch, *, window: bool = False, **options):
+    """By a cluster kernel in clusters as told, by the window kernel, or by the persistent one."""
+    case, launched = case_of(name), attention_calls.by_decode_kernel(cluster, monkeypatch, window=window)
     with served_by(BACKEND, monkeypatch):
         if case.cache.layout.startswith("V41"):
             results = drop_in_calls.decode_by_name(case, **options)
@@ -164,6 +175,12 @@ def test_decode_in_clusters(name, cluster, monkeypatch):
 @pytest.mark.parametrize(("name", "parts"), WIDE)
 def test_decode_in_wide_clusters(name, parts, monkeypatch):
     check(name, (64, parts), monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHORT)
+def test_decode_in_windows(name, monkeypatch):
+    check(name, None, monkeypatch, window=True)
 
 
 PREFILLS = [

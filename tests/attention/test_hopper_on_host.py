@@ -14,7 +14,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attention_oracle import assert_close_flashmla, decode_cases, decode_oracle
-from decode_on_host import CACHES, case_of, check_on_host, few, many, run_on_host, wide
+from decode_on_host import (
+    CACHES,
+    WINDOW,
+    WINDOW_LAYOUTS,
+    case_of,
+    check_on_host,
+    few,
+    many,
+    run_on_host,
+    wide,
+    window_case,
+)
 from host_build import changed_kernels, compiled_for_the_host, compiled_once, replace_once
 
 pytestmark = pytest.mark.no_gpu
@@ -85,6 +96,43 @@ def test_one_cache_and_rows_without_keys(layouts, decode):
             check_on_host(decode, case, plan, seed + 1)
 
 
+# Columns of one block or two, lengths of a row, of a request or none, and heads of a tile and more.
+WINDOWS = [
+    {"heads": 64, "lengths": "row", "hot": True},
+    {"heads": 70, "lengths": "none", "page_size": 256},
+    {"heads": 5, "lengths": "batch", "q_len": 2, "sink": False, "hot": True},
+    {"heads": 33, "topk": 65, "page_size": 1},
+    {"heads": 16, "topk": 64, "lengths": "none"},
+    {"heads": 3, "topk": 1},
+    {"heads": 8, "rows": "none"},
+]
+
+
+@pytest.mark.always(5)
+@pytest.mark.parametrize("layout", WINDOW_LAYOUTS)
+@pytest.mark.parametrize("number", range(len(WINDOWS)))
+def test_short_rows(layout, number, decode):
+    """The window kernel, and that its results are those of the kernel of many rows to the bit."""
+    case = window_case(layout, number, **WINDOWS[number])
+    check_on_host(decode, case, WINDOW, number)
+    of_many = many(2, lengths=case.topk_length is not None, cut=False)
+    for a, b in zip(run_on_host(decode, case, WINDOW, number + 1), run_on_host(decode, case, of_many)):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_short_rows_whose_second_block_has_the_larger_scores(sign, decode):
+    """By more than what leaves the reference as it is, so that the first block's sums are rescaled."""
+    case = window_case("V4_BF16", 1, heads=64, lengths="none", hot=True)
+    case = dataclasses.replace(case, softmax_scale=sign * 16 * case.softmax_scale)
+    results = run_on_host(decode, case, WINDOW)
+    expected = decode_oracle(case)
+    for x, wanted, name in zip(results, expected, ("decode.out", "decode.lse")):
+        assert_close_flashmla(x, wanted, name)
+    for a, b in zip(results, run_on_host(decode, case, many(2, lengths=False, cut=False))):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("plan", [few(16, 3), wide(3)], ids=["cluster", "wide"])
 @pytest.mark.parametrize("power", [-110, 110])
 def test_clusters_add_parts_of_any_magnitude(power, plan, decode):
@@ -138,6 +186,15 @@ NEEDED = {
         "sm90::wait_cluster();  // no thread block needs its keys\n",
         "sm90::wait_for_sent(&shared.statistics_full, 0);",
         "sm90::wait_for_sent(&shared.values_full, 0);",
+    ],
+    "window.cuh": [
+        "__syncthreads();  // the first half of the keys is there, and what is copied",
+        "__syncthreads();  // the second half is there",
+        "__syncthreads();  // weights are there",
+        "__syncthreads();  // sums of weights are there",
+        "sm90::sync_threads(kScoreBarrier, 256);",
+        "sm90::wait_copies();",
+        "rescale_sums(sums, rescale[0], rescale[1]);",
     ],
     "cluster.cuh": [
         "sm90::wait_cluster();  // all barriers are initialised\n",

@@ -12,13 +12,18 @@ import sys
 
 import decode_on_host
 import pytest
-from decode_on_host import CACHES, PLANS, case_and_plan, check_on_host
+from decode_on_host import CACHES, PLANS, WINDOW_LAYOUTS, case_and_plan, check_on_host
 from host_build import changed_kernels, compiled_once, compiled_to_be_watched, replace_once
 
 # The gradient's races are watched in every run: `test_gradient_on_host.py`.
 pytestmark = pytest.mark.no_gpu
 
-CASES = [(layouts, plan) for layouts in CACHES for plan in PLANS]
+CASES = [
+    (layouts, plan)
+    for layouts in CACHES
+    for plan in PLANS
+    if plan != "window" or (layouts[0] == layouts[1] and layouts[0] in WINDOW_LAYOUTS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +62,8 @@ ORDERS = [
     ("wide.cuh", "sm90::release_in_cluster();", "sm90::arrive_in_cluster();", "wide cluster"),
     ("wide.cuh", "sm90::wait_for_sent(&shared.statistics_full, 0);", "", "wide cluster"),
     ("wide.cuh", "sm90::wait_for_sent(&shared.values_full, 0);", "", "wide cluster"),
+    ("window.cuh", "sm90::sync_threads(kScoreBarrier, 256);", "", "window"),
+    ("window.cuh", "__syncthreads();  // sums of weights are there", "", "window"),
     ("cluster.cuh", "sm90::wait_for_sent(&shared.units_full, 0);", "", "cluster of 32 heads"),
     ("cluster.cuh", "__syncthreads();\n      weigh();", "weigh();", "cluster of 32 heads"),
 ]

@@ -295,7 +295,7 @@ def test_blocks_of_any_size_give_the_same_logits(monkeypatch, budget):
     monkeypatch.setattr(indexer, "CHUNK_BYTES", budget)
     got = jax.jit(lambda *args: indexer.index_logits_reference(*args))(*(jnp.asarray(x) for x in arguments))
     assert_logits(got, *logits_by_hand(*arguments))
-    blocks, pages_per_block, chunk = indexer._blocking(rows, heads, pages, page_size, jnp.bfloat16)
+    blocks, pages_per_block, chunk = indexer.blocking(rows, heads, pages, page_size, jnp.bfloat16)
     assert (blocks, pages_per_block, chunk) == {
         1: (7, 1, 1),
         40_000: (2, 4, 1),

@@ -1,6 +1,7 @@
 """Which kernel serves index logits: the decisions, from plain data."""
 
 import pytest
+from without_backend import without
 
 from jax_sparse_mla.backend import first_able
 from jax_sparse_mla.device import DeviceInfo
@@ -40,3 +41,15 @@ def test_decisions(monkeypatch, call, backend, why):
     for binary, serves in ((object(), backend if why is None else "triton"), (None, "triton")):
         monkeypatch.setattr(build, "module", lambda kernel, arch, binary=binary: binary)
         assert first_able(LOGITS_BACKENDS, call, "index_logits").name == serves
+
+
+def test_what_a_test_does_without_is_as_before_afterwards(monkeypatch):
+    """Tests run in any order in one of xdist's workers, which takes them from others."""
+    monkeypatch.setattr(build, "module", lambda *_: object())
+    before, served = list(LOGITS_BACKENDS.items()), []
+    for name in ("hopper", "hopper_fp4"):
+        with without(LOGITS_BACKENDS, name):
+            served.append([first_able(LOGITS_BACKENDS, Call(**x), "index_logits").name for x in (FP8, FP4)])
+        assert list(LOGITS_BACKENDS.items()) == before
+        served.append([first_able(LOGITS_BACKENDS, Call(**x), "index_logits").name for x in (FP8, FP4)])
+    assert served == [["triton", "hopper_fp4"], both := ["hopper", "hopper_fp4"], ["hopper", "triton"], both]

@@ -32,11 +32,19 @@ from test_triton_indexer import (
 )
 from triton_bounds import within
 from triton_device import DEVICE, ON_GPU, tensor
+from without_backend import without
 
 from jax_sparse_mla.indexer import triton as kernels
 from jax_sparse_mla.indexer import triton_scores as index_scores
 from jax_sparse_mla.indexer.keys import IndexFormat
-from jax_sparse_mla.indexer.logits import IndexKeys, gather_index_k, index_logits, quantize_index_q, write_index_k
+from jax_sparse_mla.indexer.logits import (
+    IndexKeys,
+    gather_index_k,
+    index_logits,
+    logits_of,
+    quantize_index_q,
+    write_index_k,
+)
 from jax_sparse_mla.indexer.route import LOGITS_BACKENDS
 
 pytestmark = [
@@ -58,9 +66,15 @@ BOUND_SHAPES = [(3, 2, 3, 64), (3, 2, 5, 32), (2, 3, 3, 128), (2, 2, 2, 256), (3
 @pytest.fixture(autouse=True, scope="module")
 def without_the_kernel_of_sm90():
     """It has the same cases in `test_sm90_fp4_logits.py`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(LOGITS_BACKENDS, "hopper_fp4")
+
+    def forget():  # what was chosen of the same sizes
+        torch_indexer._cuda_kernel.cache_clear()
+        logits_of.clear_cache()
+
+    forget()
+    with without(LOGITS_BACKENDS, "hopper_fp4"):
         yield
+    forget()
 
 
 def keys_of(data: np.ndarray, writer: str = "sglang") -> IndexKeys:

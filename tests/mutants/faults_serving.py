@@ -195,8 +195,11 @@ fault("quantised-part", "a part of a quantised weight has the first rows' scales
 fault = of("jax_sparse_mla/serving/quantised_triton.py", "tests/serving/test_quantised_triton.py")
 fault("quantised-scale-rows", "every scale of FP8 is taken for 128 rows", "n // SCALE_ROWS", "n // 128")
 fault = of("jax_sparse_mla/serving/quantised_cuda.py", "tests/serving/test_expert_rows.py")
-fault("few-rows-steps", "the kernel of few rows takes weights of half a step", "% STEP_BYTES == 0", "% STEP_BYTES >= 0")
+fault("few-rows-steps", "CUDA kernels take weights of half a step", "% STEP_BYTES or", "% STEP_BYTES < 0 or")
 fault("few-rows-limit", "a SwiGLU in the kernel of few rows has no limit", "float(limit or 0)", "0.0")
+fault = of("jax_sparse_mla/serving/quantised_cuda.py", "tests/serving/test_expert_tiles.py")
+fault("many-rows-idle", "the kernel of many rows leaves multiprocessors without a tile", ">= device.sm_count", ">= 0")
+fault("many-rows-fp8", "a few FP8 rows of an expert take the kernel of many", "rows >= FROM_ROWS", "rows >= 0")
 fault = of("jax_sparse_mla/serving/model.py", "tests/serving/test_quantised.py")
 fault("loop-formats", "layers whose weights have other formats are one loop", "signature(params.layers[i])", "None")
 

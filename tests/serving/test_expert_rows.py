@@ -51,7 +51,7 @@ def product(tmp_path_factory):
 
 def _on_the_device(kind, x, weight, which=None, dtype="bfloat16", gated=False, limit=None, **launch):
     given = [jnp.asarray(x), weight.values, weight.scales, *([] if which is None else [jnp.asarray(which)])]
-    run = jax.jit(partial(quantised_cuda.product, sizes=kind == SORTED, dtype=dtype, gated=gated, limit=limit))
+    run = jax.jit(partial(quantised_cuda.few_rows, sizes=kind == SORTED, dtype=dtype, gated=gated, limit=limit))
     return np.asarray(run(*given))
 
 
@@ -299,7 +299,9 @@ def test_what_it_serves(monkeypatch):
         x = jax.ShapeDtypeStruct((x_rows, shape[-1]), jnp.bfloat16)
         named = {"sizes": which == SORTED} if which in (EACH, SORTED) else {}
         with pretend(device):
-            return quantised_cuda.serves(x, stored, *([x] if named else []), **named)
+            product = quantised_cuda.chosen(x, stored, *([x] if named else []), **named)
+        assert product is None or product.func in (quantised_cuda.few_rows, quantised_cuda.many_rows)
+        return product is not None and product.func is quantised_cuda.few_rows
 
     monkeypatch.setattr(build, "module", lambda name, arch: name)
     most = quantised_cuda.MOST_ROWS

@@ -15,13 +15,14 @@ from compiled_facts import ARCHITECTURES, SHARED_MEMORY, compiled_facts
 from sparse_mla_torch.launch.executor import executor
 from triton_device import ON_GPU, Interpreted, tensor
 
+from jax_sparse_mla.device import DeviceInfo
 from jax_sparse_mla.kv_cache.number_formats import e2m1_times_ue8m0
 from jax_sparse_mla.launch import dispatch, triton_call
 from jax_sparse_mla.launch.describe import Device
 from jax_sparse_mla.serving import quantised, quantised_triton
-from jax_sparse_mla.serving.layers import FEW_ROWS, linear
+from jax_sparse_mla.serving.layers import FEW_ROWS, grouped_linear, linear
 from jax_sparse_mla.serving.moe import experts
-from jax_sparse_mla.serving.quantised import Quantised, WeightFormat, multiplied_out
+from jax_sparse_mla.serving.quantised import Quantised, WeightFormat, in_groups, multiplied_out
 
 BF16 = ml_dtypes.bfloat16
 
@@ -162,17 +163,33 @@ def test_kernels_compile(capabilities, tmp_path):
 @pytest.mark.parametrize("form", WeightFormat)
 @pytest.mark.parametrize("rows", [1, 8, 64, 700])
 def test_jax_runs_the_kernel(form, rows):
-    """Both products are by the CUDA kernel, but for 700 rows and sorted rows of FP8, which are Triton's."""
+    """Both products are by one kernel: that of few rows, Triton's, or on SM90 for many rows that of many."""
     rng = np.random.default_rng(rows)
-    gate_up, down = weight(form, 32, 512, 256), weight(form, 32, 256, 256)
-    x = jnp.asarray(0.1 * rng.standard_normal((rows, 256)), jnp.bfloat16)
+    gate_up, down = weight(form, 32, 1536, 1280), weight(form, 32, 1280, 768)  # enough tiles for 132 multiprocessors
+    x = jnp.asarray(0.1 * rng.standard_normal((rows, 1280)), jnp.bfloat16)
     chosen = jnp.asarray(np.stack([rng.permutation(32)[:4] for _ in range(rows)]), jnp.int32)
     weights = jnp.asarray(rng.uniform(size=(rows, 4)), jnp.float32)
     step = jax.jit(experts, static_argnums=5).lower(x, chosen, weights, gate_up, down, 1.0)
-    by_triton = rows == 700 or (rows, form) == (64, WeightFormat.FP8)
-    name = "quantised_product_kernel" if by_triton else "jax_sparse_mla.expert_rows"
+    name = "jax_sparse_mla.expert_rows"
+    if rows == 700 and DeviceInfo.current().compute_capability == (9, 0):
+        name = "jax_sparse_mla.expert_tiles"
+    elif rows == 700 or (rows, form) == (64, WeightFormat.FP8):
+        name = "quantised_product_kernel"
     assert step.as_text().count(name) >= 2
     wanted = experts(x, chosen, weights, multiplied_out(gate_up), multiplied_out(down), 1.0)
     np.testing.assert_allclose(
         step.compile()(x, chosen, weights, gate_up, down), wanted, atol=0.03 * np.abs(wanted).max()
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, kernel", [(1, "expert_rows"), (8, "expert_rows"), (40, "quantised_product"), (65, "")])
+def test_groups_read_their_own_weight(rows, kernel):
+    """The groups of attention's output: few rows name their group, more are sorted by it, many are one product."""
+    w = in_groups(weight(WeightFormat.FP8, 4 * 256, 512), 4)
+    x = jax.random.normal(jax.random.key(rows), (rows, 4, 512), jnp.bfloat16)
+    step = jax.jit(grouped_linear).lower(x, w)
+    assert kernel in step.as_text() and ("jax_sparse_mla" in step.as_text()) == bool(kernel)
+    wide = np.asarray(multiplied_out(w), np.float64)
+    expected = np.einsum("tgi,goi->tgo", np.asarray(x, np.float64), wide)
+    np.testing.assert_allclose(np.asarray(step.compile()(x, w), np.float64), expected, rtol=2**-7, atol=0.05)

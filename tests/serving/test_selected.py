@@ -14,6 +14,7 @@ from jax_sparse_mla.serving.mesh import Schedulers
 from jax_sparse_mla.serving.presets import CONFIGS
 from jax_sparse_mla.serving.request import Request
 from jax_sparse_mla.serving.scheduler import EngineOptions, Scheduler
+from jax_sparse_mla.serving.speculative import DraftOracle
 
 SMALL = dict(hidden_size=64, num_attention_heads=4, index_n_heads=4, index_topk=16, q_lora_rank=32)
 SMALL |= dict(moe_intermediate_size=32, num_key_value_heads=4)
@@ -203,6 +204,45 @@ def test_no_prefix_is_reused_and_none_is_left():
     assert engine.scheduler.counters.reused == 128
 
 
+@pytest.mark.always("v32")
+@pytest.mark.parametrize("name", ["v32", "v4", "glm5"])
+def test_drafts_return_what_the_kept_rows_selected(name):
+    """To the bit what the verifying step selected at each token that stays, and nothing of rejected drafts; a run that
+    attends to it chooses the same tokens."""
+    plain, known, new = engine_of(name), [], 14
+    expected = new_requests(new=new)
+    plain.run(expected)
+    engine = engine_of(name, speculative_steps=2)
+    engine.propose = DraftOracle(expected, 0.7, seed=1).propose
+    requests = new_requests(
+        new=new,
+        return_selected=[True, True],
+        on_token=lambda r, _: known.append(r.attended == len(r.prompt) + len(r.output) - 1),
+    )
+    engine.run(requests)
+    assert len(known) == new * len(LENGTHS) and all(known)
+    assert any(engine.accepted[n] for n in (0, 1)) and any(engine.accepted[n] for n in (1, 2)), engine.accepted
+    layers, compared = engine.model.selecting_layers, 0
+    for request in requests:
+        assert request.selected.shape == (len(layers), len(request.tokens) - 1, engine.spec.index_width)
+        latest = {}  # of each position the last step that had it: drafts that were rejected came before
+        for step in engine.trace:
+            for row in np.flatnonzero(step.requests == id(request)):
+                latest[int(step.positions[row])] = step, row
+        for at in range(request.attended):
+            step, row = latest[at]
+            for i, layer in enumerate(layers):
+                np.testing.assert_array_equal(request.selected[i, at], step.selected(layer)[row])
+                compared += step.plan.mode is ForwardMode.TARGET_VERIFY
+    assert compared >= len(layers) * len(LENGTHS) * (new - 1)
+    again = new_requests(new=new, replay=all_selected(requests))
+    for request, wanted in zip(again, requests):
+        request.forced = tuple(wanted.output)
+    plain.run(again)
+    margins = [(m, w) for r, wanted in zip(again, requests) for m, w in zip(r.margins, wanted.margins, strict=True)]
+    assert len(margins) == new * len(LENGTHS) and not np.isnan(margins).any()
+
+
 def test_what_is_refused():
     options = EngineOptions(max_batch=2, max_len=64)
     scheduler = Scheduler(DEEPSEEK_V32, options, 256, selecting=3)
@@ -217,10 +257,11 @@ def test_what_is_refused():
             Request([1], 2, replay=replay)
     drafting = Scheduler(DEEPSEEK_V32, dataclasses.replace(options, speculative_steps=2), 256, selecting=3)
     none = Scheduler(DEEPSEEK_V32, options, 256)
+    drafting.check(Request([1], 2, return_selected=True))
+    with pytest.raises(ValueError, match="has replay, which needs speculative_steps 0, got 2"):
+        drafting.check(Request([1], 2, replay=good))
     for fields in ({"return_selected": True}, {"replay": good}):
         name = next(iter(fields))
-        with pytest.raises(ValueError, match=f"has {name}, which needs speculative_steps 0, got 2"):
-            drafting.check(Request([1], 2, **fields))
         with pytest.raises(ValueError, match=f"has {name}, and this engine's layers return no selected positions"):
             none.check(Request([1], 2, **fields))
         with pytest.raises(ValueError, match=f"has {name}, and what an imported request has attended to"):

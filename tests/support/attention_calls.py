@@ -74,12 +74,15 @@ def plan_of_many(*args, **options) -> decode_plan.DecodePlan:
         return decode_plan.decode_plan(*args, **options)
 
 
-def by_decode_kernel(cluster: tuple[int, int] | None, monkeypatch) -> list[decode_plan.DecodePlan]:
-    """Makes `hopper` launch a cluster kernel, with so many heads and thread blocks of a cluster, or the persistent one.
-    Returns the plans, as they are made."""
+def by_decode_kernel(
+    cluster: tuple[int, int] | None, monkeypatch, *, window: bool = False
+) -> list[decode_plan.DecodePlan]:
+    """Makes `hopper` launch a cluster kernel, with so many heads and thread blocks of a cluster, or the persistent one;
+    with `window`, the window kernel. Returns the plans, as they are made."""
     made, plan = [], decode_plan.DecodePlan
     fastest = (0.0, *cluster) if cluster else decode_plan.NO_CLUSTERS
     monkeypatch.setattr(decode_plan, "_time_in_clusters", lambda *shape: fastest)
+    monkeypatch.setattr(decode_plan, "_time_of_window", lambda *shape: -1.0 if window else float("inf"))
     monkeypatch.setattr(decode_plan, "DecodePlan", lambda *fields: made.append(plan(*fields)) or made[-1])
     return made
 

@@ -2,7 +2,7 @@
 judges a library.
 
     python decode_on_host.py LIBRARY            # compares every format and kernel with float64
-    python decode_on_host.py LIBRARY "wide cluster"    # runs one of `PLANS`, with V3.2's rows
+    python decode_on_host.py LIBRARY "wide cluster"    # runs one of `PLANS`, with V3.2's rows or, if short, V4's
 
 The threads of all thread blocks of a launch, or of a cluster, take turns; `host_cuda/sm90_host.h` says what happens
 when. A process ends where threads wait for each other for ever, where an operand changes while its product is under
@@ -25,6 +25,7 @@ from jax_sparse_mla.attention.hopper.decode_plan import (
     ALWAYS,
     AS_LENGTHS_SAY,
     IN_CLUSTERS,
+    IN_WINDOW,
     NEVER,
     NO_CACHE,
     SCRATCH_OF_BLOCK,
@@ -70,6 +71,15 @@ def wide(parts: int) -> DecodePlan:
     return DecodePlan(64, parts, IN_CLUSTERS, 0)
 
 
+WINDOW = DecodePlan(64, 1, IN_WINDOW, 0)  # the window kernel
+WINDOW_LAYOUTS = ["V4_FP8", "V41_FP8", "V41_FP8_SPLIT", "V4_BF16"]
+
+
+def window_case(layout: str, seed: int, **setting) -> DecodeCase:
+    """At most 128 columns of one cache."""
+    return case_of(layout, layout, seed, **{"extra": None, "topk": 128} | setting)
+
+
 # A launch of each kind, and the case that it runs.
 PLANS = {
     "persistent, by lengths": (many(2), {"heads": 33, "topk": 130, "extra": (70, 2)}),
@@ -78,6 +88,7 @@ PLANS = {
     "cluster of 16 heads": (few(16, 2), {"heads": 17, "batch": 1, "lengths": "none"}),
     "cluster of 32 heads": (few(32, 3), {"heads": 33, "batch": 1}),
     "wide cluster": (wide(3), {"heads": 33, "batch": 1}),  # no row shares anything with another
+    "window": (WINDOW, {"heads": 33, "batch": 1, "extra": None, "topk": 128}),
 }
 
 
@@ -133,7 +144,7 @@ def _shape(cache: HostCache | None, indices: np.ndarray | None, lengths: np.ndar
 def main(library: str, plan: str | None = None) -> None:
     function = ctypes.CDLL(library).sparse_decode_on_host
     if plan is not None:
-        case, how = case_and_plan(("V32_FP8", "V32_FP8"), plan)
+        case, how = case_and_plan((("V4_FP8" if plan == "window" else "V32_FP8"),) * 2, plan)
         run_on_host(function, case, how)
         return
     for layouts in CACHES:
@@ -143,6 +154,8 @@ def main(library: str, plan: str | None = None) -> None:
             check_on_host(function, case, many(5, lengths=False), seed)
             check_on_host(function, case_of(*layouts, seed, batch=1, lengths="none"), few(16, 2), seed)
             check_on_host(function, case_of(*layouts, seed, heads=(5, 33, 64)[seed], batch=1), wide(2 + seed), seed)
+    for seed, layout in enumerate(WINDOW_LAYOUTS):
+        check_on_host(function, window_case(layout, seed, hot=seed % 2 == 0), WINDOW, seed)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from attention_oracle import attend, unpack_cache
 
-from jax_sparse_mla.attention.hopper.decode_plan import V4, V4_BF16, V32, V32_BF16, V41, V41_FP4
+from jax_sparse_mla.attention.hopper.decode_plan import (
+    ALWAYS,
+    AS_LENGTHS_SAY,
+    V4,
+    V4_BF16,
+    V32,
+    V32_BF16,
+    V41,
+    V41_FP4,
+)
 
 PLANNED: list[dict] = []
 RUN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p)
@@ -84,7 +93,7 @@ def run(planned, addresses, stream) -> int:
     planned = pickle.loads(ctypes.string_at(planned + 8, size))
     q, *tables, sink, out, lse, scratch = addresses[:11]
     rows, heads = planned["rows"], planned["heads"]
-    assert bool(scratch) == (planned["cuts"] != 0)
+    assert bool(scratch) == (planned["cuts"] in (ALWAYS, AS_LENGTHS_SAY))
     queries = bf16(q, (rows, heads, 576 if planned["format"] in (V32, V32_BF16) else 512)).double().numpy()
     sink = memory(sink, (heads,), np.float32) if sink else None
     out, lse = bf16(out, (rows, heads, 512)), memory(lse, (rows, heads), np.float32)

@@ -43,7 +43,7 @@ def _on_the_device(index_format: IndexFormat, case: tuple, *, fill: bool = True,
     q, _, cache, *_ = case
     rows, out = rows_of_call or len(q), torch.full(_shape_of_logits(case, index_format), float("nan"), device=DEVICE)
     sizes = rows, q.shape[1], cache.shape[1] // index_format.key_bytes
-    assert torch_indexer._cuda_kernel(DEVICE, index_format == IndexFormat.FP4, *sizes)
+    assert torch_indexer._cuda_kernel(out.device, index_format == IndexFormat.FP4, *sizes)
     torch_indexer.launch_logits(*map(tensor, case), out, rows_of_call=rows, fill=fill, format=index_format)
     return out.cpu().numpy()
 

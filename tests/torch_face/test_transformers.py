@@ -12,7 +12,8 @@ from compiled_facts import ARCHITECTURES, LEAST_SHARED_MEMORY, compiled_facts
 from hf_models import CONFIGS, DEVICE, random_model, random_tokens, small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_mla_torch.transformers import select, use
+from sparse_mla_torch.attention import prefill
+from sparse_mla_torch.transformers import dsa, select, use, v4
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 from triton_device import DEVICE as TRITON_DEVICE
@@ -170,6 +171,23 @@ def test_bfloat16_is_as_near_to_float32_as_eager(name):
     assert ours.mean() < 1.2 * eager.mean() and ours.max() < 2 * eager.max()
 
 
+@pytest.mark.always("v4")
+@EACH
+@torch.no_grad()
+def test_steps_in_bfloat16_are_those_of_the_whole_prompt(name):
+    """In a batch and alone, with and without padding: but for near choices, of which rounding makes others."""
+    model = random_model(CONFIGS[name](num_experts_per_tok=4), seed=2).to(DEVICE)
+    tokens = batch_of(2).to(DEVICE)
+    mask = left_padding(tokens, 30)
+    with use(model):
+        for rows, seen in ((tokens, None), (tokens[1:], None), (tokens, mask)):
+            positions = None if seen is None else (seen.cumsum(1) - 1).clamp(min=0)
+            whole = model(rows, attention_mask=seen, position_ids=positions, use_cache=False).logits[:, 150:]
+            steps = run(model, rows, range(150, LENGTH), seen)[:, 150:]
+            apart = (steps - whole).float().abs().mean() / whole.float().std()
+            assert apart < 0.05, apart
+
+
 # --- memory -----------------------------------------------------------------------------------------
 
 
@@ -206,6 +224,128 @@ def test_no_tensor_has_the_square_of_the_tokens(name, models, monkeypatch):
     assert growth() > 3
     with use(models[name]):
         assert growth() < 2.3
+
+
+# --- the host's work --------------------------------------------------------------------------------
+
+# Operations that launch nothing.
+VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "slice", "select", "split", "split_with_sizes", "t"}
+VIEWS |= {"transpose", "permute", "detach", "alias", "unbind", "empty", "new_empty", "empty_like"}
+VIEWS.add("constant_pad_nd")  # launches, but not on a GPU
+
+
+class Launches(TorchDispatchMode):
+    """The operations that a GPU would launch a kernel for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[-1]
+        self.names += [name] * (name not in VIEWS)
+        return function(*args, **(kwargs or {}))
+
+
+@FLOAT32
+@pytest.mark.always("v4")
+@pytest.mark.parametrize(
+    ("name", "most"), [("v32", (32, 27)), ("glm5", (32, 15, 27)), ("v4", (35, 90, 43))], ids=MODELS
+)
+@torch.no_grad()
+def test_launches_of_a_decode_step(name, most, models, monkeypatch):
+    """Of each layer's attention: what layers share is made by the first one. Here one operation stands for what is one
+    kernel on a GPU."""
+
+    def selected(q, weights, keys, lengths, topk, *_):
+        q.sum()  # for the scores
+        return lengths.new_zeros(*lengths.shape, topk)
+
+    model, tokens = models[name], batch_of(1)
+    monkeypatch.setattr(prefill, "attend", lambda q, *_: (q.new_zeros(*q.shape[:2], 512),))
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, *_: x.clone())
+    for module in (dsa, v4):
+        monkeypatch.setattr(module, "select", selected)
+    layers = [layer.self_attn for layer in model.model.layers]
+    with use(model):
+        cache, launches = DynamicCache(config=model.config), Launches()
+        model(tokens[:, : LENGTH - 1], cache=cache)
+        before, counts = [], []
+        hooks = [x.register_forward_pre_hook(lambda *_: before.append(len(launches.names))) for x in layers]
+        hooks += [x.register_forward_hook(lambda *_: counts.append(len(launches.names) - before[-1])) for x in layers]
+        with launches:
+            model(tokens[:, LENGTH - 1 :], cache=cache, attention_mask=torch.ones_like(tokens))
+        for hook in hooks:
+            hook.remove()
+    assert all(count <= bound for count, bound in zip(counts, most, strict=True)), counts
+    # The mask's last look at the device is the step's only wait.
+    assert launches.names.count("_local_scalar_dense") <= 1 and "nonzero" not in launches.names
+
+
+def tensors_of(cache):
+    """What a cache holds, by layer and name, with copies of it."""
+    held = [(layer, name, x) for layer in cache.layers for name, x in vars(layer).items()]
+    return [(layer, name, x, x.clone()) for layer, name, x in held if isinstance(x, torch.Tensor)]
+
+
+@FLOAT32
+@pytest.mark.always("v4")
+@EACH
+@torch.no_grad()
+def test_rows_of_a_cache_are_written_once(name, models):
+    """Whoever holds a cache's tensors, or a copy of the cache, holds what they were."""
+    model, tokens = models[name], batch_of(2)
+    expected = model(tokens, use_cache=False).logits
+    with use(model):
+        cache = DynamicCache(config=model.config)
+        model(tokens[:, :180], cache=cache)
+        before = tensors_of(cache)
+        # The same layers in other objects, whose tensors are the first cache's.
+        alike = copy.copy(cache)
+        alike.layers = [copy.copy(layer) for layer in cache.layers]
+        for layer in alike.layers:
+            vars(layer).update({key: dict(x) for key, x in vars(layer).items() if isinstance(x, dict)})
+        deep = copy.deepcopy(cache)
+        for each in (alike, deep, cache):  # other tokens, then the true ones
+            step = tokens[:, 180:190] if each is cache else tokens[:, 180:190].flip(0)
+            got = model(step, cache=each).logits
+        assert_close(got, expected[:, 180:190])
+        assert all(torch.equal(x, was) for *_, x, was in before)
+        # Beams change places, and come back by the tensors that there were.
+        kept_before = tensors_of(cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        swapped = model(tokens[:, 190:195].flip(0), cache=cache).logits
+        assert_close(swapped, expected[:, 190:195].flip(0))
+        assert all(torch.equal(x, was) for *_, x, was in kept_before)
+
+
+@FLOAT32
+@pytest.mark.parametrize("name", ["v32", "glm5"])
+def test_a_step_copies_no_rows_but_its_own(name, models):
+    model, tokens = models[name], batch_of(2)
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).logits
+    cache = DynamicCache(config=model.config)
+    with use(model):
+        with torch.inference_mode():
+            model(tokens[:, :150], cache=cache)
+        with torch.no_grad():  # where what inference mode made is not written to
+            model(tokens[:, 150:160], cache=cache)
+            at = [layer.keys.data_ptr() for layer in cache.layers]
+            for i in range(160, 180):
+                logits = model(tokens[:, i : i + 1], cache=cache).logits
+            assert_close(logits, expected[:, 179:180])
+            assert [layer.keys.data_ptr() for layer in cache.layers] == at
+            cache.crop(-10)
+            assert_close(model(tokens[:, 170:175], cache=cache).logits, expected[:, 170:175])
+            assert [layer.keys.data_ptr() for layer in cache.layers] != at
+        grown = model(tokens[:, 175:180], cache=cache).logits  # with gradients
+        assert_close(grown, expected[:, 175:180])
+        grown.sum().backward()
+        model.zero_grad()
+        with torch.no_grad():
+            cache.layers[0].keys = cache.layers[0].keys.detach()
+            assert_close(model(tokens[:, 180:], cache=cache).logits, expected[:, 180:])
 
 
 # --- what is refused, and undone ------------------------------------------------------------------
@@ -309,26 +449,29 @@ def test_gradients_are_eager_s(name, models):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, 9), st.integers(0, 40), st.integers(1, 24), st.integers(0, 99))
+@given(st.integers(1, 9), st.integers(2, 40), st.integers(1, 24), st.integers(0, 99))
 def test_selected_entries(rows, columns, topk, seed):
-    random = torch.Generator().manual_seed(seed)
+    random, topk = torch.Generator().manual_seed(seed), min(topk, columns - 1)
     q, keys = torch.randn(2, rows, 8, 16, generator=random), torch.randn(2, columns, 16, generator=random)
     weights = torch.rand(2, rows, 8, generator=random)
-    lengths = torch.randint(0, columns + 2, (2, rows), generator=random)
+    lengths = torch.randint(0, columns + 1, (2, rows), generator=random, dtype=torch.int32)
     seen = torch.rand(2, columns, generator=random) < 0.7 if seed % 2 else None
-    indices, spans = select.select(q, weights, keys, lengths, topk, seen)
+    first = torch.full((2 * rows,), 7, dtype=torch.int32) if seed % 3 else None
+    roomy = torch.nn.functional.pad(keys, (0, 0, 0, seed % 4), value=torch.nan)
+    indices = select.select(q, weights, roomy, lengths, topk, seen, first)
+    everything = select.leading(lengths, columns, seen)
     scores = (torch.einsum("brhd,bcd->brhc", q, keys).relu() * weights[..., None]).sum(2)
     for b in range(2):
         for r in range(rows):
-            entries = [c for c in range(min(lengths[b, r], columns)) if seen is None or seen[b, c]]
+            entries = [c for c in range(lengths[b, r]) if seen is None or seen[b, c]]
             best = sorted(entries, key=lambda c: -scores[b, r, c])[:topk]
-            got = indices[b, r, : spans[b, r]]
-            assert sorted(got[got >= 0].tolist()) == sorted(best)
+            got = indices[b, r] if seen is not None else indices[b, r, : lengths[b, r]]
+            assert sorted(got[got >= 0].tolist()) == sorted(c + 7 * (first is not None) for c in best)
+            assert [c for c in everything[b, r].tolist() if c >= 0] == entries
 
 
 @pytest.mark.parametrize("rows", [1, 16, 37])
 def test_the_kernel_scores_as_the_plain_code(rows):
-    from sparse_mla_torch.launch.executor import executor
     from sparse_mla_torch.transformers import scores
 
     random = torch.Generator().manual_seed(rows)
@@ -337,7 +480,8 @@ def test_the_kernel_scores_as_the_plain_code(rows):
     lengths = torch.randint(0, 151, (2, rows), generator=random, dtype=torch.int32)
     lengths[1] //= 8  # a block that no row of the tile sees
     arrays = [x.to(TRITON_DEVICE) for x in (q.bfloat16(), weights, keys.bfloat16(), lengths)]
-    got = scores.index_scores(executor(torch.device(TRITON_DEVICE)), *arrays).cpu()
+    arrays[2] = torch.nn.functional.pad(arrays[2], (0, 0, 0, 9), value=torch.nan)[:, :150]  # a cache with room
+    got = scores.index_scores(*arrays).cpu()
     expected = select.index_scores(q.bfloat16().float(), weights, keys.bfloat16().float(), lengths)
     seen = torch.arange(150) < lengths[..., None]
     torch.testing.assert_close(got[seen], expected[seen], rtol=1e-4, atol=1e-4)

@@ -6,6 +6,7 @@ go to the reference.
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -84,6 +85,22 @@ def _new(options: tuple, *tensors: torch.Tensor | None) -> Prepared:
     taken = {"q": heads_apart(q) > 0, "indices": table.stride > 0}
     copied = [None if taken.get(name) and name in backend.PREFILL_APART else x for name, x in zip(_TENSORS, tensors)]
     return Prepared(on_contiguous(run, copied), plan, backend.WRITES_INTO and not empty)
+
+
+def attend(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    empty_lse: float = -math.inf,
+) -> call_cache.Results:
+    """`ops.sparse_mla_prefill` itself, without torch's dispatch of an operator and without a gradient."""
+    options = Options("sparse_mla_prefill", softmax_scale, empty_lse, keeps_memory=False)
+    tensors = (q, kv.unsqueeze(1), indices.unsqueeze(1), topk_length, attn_sink)
+    with torch.cuda.device_of(q):
+        return prepare(options, *tensors).run(*tensors, None)
 
 
 def is_hopper_s(device: torch.device) -> bool:

@@ -120,11 +120,10 @@ def _see(decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
     total = past + tokens.shape[1]
     position_ids = given.get("position_ids")
     if mask is not None:
-        # As in transformers, keys behind the mask's end are not seen.
-        mask = torch.nn.functional.pad(
-            mask[:, :total].to(tokens.device, torch.bool), (0, max(total - mask.shape[1], 0))
-        )
-        mask = None if bool(mask.all()) else mask
+        mask = mask[:, :total].to(tokens.device)
+        if mask.shape[1] < total:  # as in transformers, keys behind the mask's end are not seen
+            mask = torch.nn.functional.pad(mask, (0, total - mask.shape[1]))
+        mask = None if bool(mask.all()) else mask.bool()  # the step's only wait for the device
     elif cache is None and position_ids is not None and find_packed_sequence_indices(position_ids) is not None:
         raise refuse("sequences packed into one row are not served: give them rows of their own")
     given["attention_mask"] = {"indexed_attention": Seen(past, mask)}  # V4 takes the first mask of any name

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jax_sparse_mla.launch.describe import Executor, Launch, Output
+from jax_sparse_mla.launch.describe import Launch, Output
+from sparse_mla_torch.launch.executor import DirectLaunch
 
 _KEYS, _WARPS = 128, 8
 
@@ -15,10 +19,11 @@ _KEYS, _WARPS = 128, 8
 def index_scores_kernel(
     q_ptr,  # bfloat16 [batch, rows, HEADS, DIM]
     weights_ptr,  # float32 [batch, rows, HEADS]
-    keys_ptr,  # bfloat16 [batch, columns, DIM]
+    keys_ptr,  # bfloat16 [batch, columns, DIM], a sequence's keys side by side
     lengths_ptr,  # int32 [batch, rows]
     rows,
     columns,
+    apart,  # columns from one sequence's first key to the next one's
     out_ptr,  # float32 [batch, rows, columns], unwritten behind the block that holds a row's last key
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -33,7 +38,7 @@ def index_scores_kernel(
     length = tl.load(lengths_ptr + batch * rows + row, mask=inside, other=0)
     if tl.program_id(1) * KEYS < tl.max(length, axis=0):
         d = tl.arange(0, DIM)
-        at = (batch * columns + key)[None, :] * DIM + d[:, None]
+        at = (batch * apart + key)[None, :] * DIM + d[:, None]
         keys = tl.load(keys_ptr + at, mask=(key < columns)[None, :], other=0.0)
         lines = (batch * rows + row) * HEADS
         score = tl.zeros((ROWS, KEYS), tl.float32)
@@ -45,12 +50,28 @@ def index_scores_kernel(
         tl.store(out, score, mask=inside[:, None] & (key < columns)[None, :])
 
 
-def index_scores(execute: Executor, q: Tensor, weights: Tensor, keys: Tensor, lengths: Tensor) -> Tensor:
-    """float32 `[batch, rows, columns]`, of contiguous tensors; no size is zero, the keys' dim is a power of two."""
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor, lengths: Tensor) -> Tensor:
+    """float32 `[batch, rows, columns]`; no size is zero, the keys' dim is a power of two.
+
+    All are contiguous, but for the keys of different sequences. In a cache that has room for more keys pass its whole
+    capacity: then later steps find this launch prepared.
+    """
     (batch, rows, heads, dim), columns = q.shape, keys.shape[1]
+    out = q.new_empty((batch, rows, columns), dtype=torch.float32)
+    apart = keys.stride(0) // dim if batch > 1 else columns
+    _launch(batch, rows, heads, dim, columns, apart, q.device)((q, weights, keys, lengths), (out,))
+    return out
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(*sizes: int | torch.device) -> DirectLaunch:
+    """The launch of these sizes on a device, the last argument."""
+    return DirectLaunch(described(*sizes[:-1]))
+
+
+def described(batch: int, rows: int, heads: int, dim: int, columns: int, apart: int) -> Launch:
     tile = 64 if rows > 16 else 16  # a tensor core takes 16 rows at least
     grid = triton.cdiv(rows, tile), triton.cdiv(columns, _KEYS), batch
     constants = {"HEADS": heads, "DIM": dim, "ROWS": tile, "KEYS": _KEYS, "num_warps": _WARPS}
     outputs = (Output((batch, rows, columns), "float32"),)
-    launch = Launch(index_scores_kernel, "index_scores", grid, (rows, columns), outputs, constants)
-    return execute(launch, (q, weights, keys, lengths))[0]
+    return Launch(index_scores_kernel, "index_scores", grid, (rows, columns, apart), outputs, constants)

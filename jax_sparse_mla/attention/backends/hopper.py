@@ -40,7 +40,9 @@ def decode(q, tables, attn_sink, *, softmax_scale, assume_valid_indices=False, b
     )
     topks, has_lengths = tuple(table.indices.shape[-1] for table in tables), any(x.lengths is not None for x in tables)
     sizes, sm_count = (batch * q_len, heads, topks), DeviceInfo.current().sm_count
-    plan = decode_plan(*sizes, has_lengths=has_lengths, sm_count=sm_count, batch_invariant=batch_invariant)
+    kernel_format = decode_format(table.cache.layout for table in tables)
+    how = {"has_lengths": has_lengths, "kernel_format": kernel_format, "batch_invariant": batch_invariant}
+    plan = decode_plan(*sizes, sm_count=sm_count, **how)
     operands: list[jax.Array] = []
 
     def operand(x: PagedKV | jax.Array | None) -> Buffer | None:
@@ -50,7 +52,6 @@ def decode(q, tables, attn_sink, *, softmax_scale, assume_valid_indices=False, b
         return pages_of(x, len(operands) - 1) if isinstance(x, PagedKV) else Buffer(len(operands) - 1)
 
     q_buffer = operand(q)
-    kernel_format = decode_format(table.cache.layout for table in tables)
     alone = tables[0].cache.layout.extra_only  # what the kernel reads as second cache
     tables = [*[(None, None, None)] * alone, *tables, (None, None, None)][:2]
     buffers = [operand(x) for table in tables for x in table]

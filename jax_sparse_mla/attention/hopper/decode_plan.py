@@ -2,8 +2,9 @@
 
 One kernel goes through many rows: it deals whole rows to its thread blocks, or cuts the line of all rows' blocks of 64
 keys in equal pieces (`kernels_cuda/sparse_decode/schedule.cuh`). Two are for fewer rows: a cluster of thread blocks
-shares each row's keys, for 16 or 32 heads (`kernels_cuda/sparse_decode/cluster.cuh`) or for 64 (`wide.cuh`). Here
-stands which one serves, and what must be known before the launch.
+shares each row's keys, for 16 or 32 heads (`kernels_cuda/sparse_decode/cluster.cuh`) or for 64 (`wide.cuh`). One is
+for rows of at most 128 keys of one cache, V4's window layers (`window.cuh`). Here stands which one serves, and what
+must be known before the launch.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from jax_sparse_mla.kv_cache.layout import KVLayout
 _BLOCK = 64  # keys
 _HEADS = 64  # of a tile
 _ROW_COST, _JOIN_COST, _PARTS_JOINED = 1, 3, 44  # as the kernel's kRowCost, kJoinCost and kPartsJoined
+_WINDOW_BLOCKS = 2  # as the kernel's kWindowBlocks
+_MOST_GRID_ROWS = 65_535  # of a launch that has a thread block for each row
 _MOST_PARTS = 16  # as the kernel's kMostParts: thread blocks of a cluster, which has two at least
 
 # Bytes of the two parts of 64 heads that each thread block may leave: float32 values, their maximum and sum; and the
 # parts' rows, int32. place_scratch of call.cuh says where each is.
 SCRATCH_OF_BLOCK = 4 * (2 * _HEADS * (V_DIM + 2) + 2)
 
-NEVER, ALWAYS, AS_LENGTHS_SAY, IN_CLUSTERS = 0, 1, 2, 3  # the kernel's Cuts
+NEVER, ALWAYS, AS_LENGTHS_SAY, IN_CLUSTERS, IN_WINDOW = range(5)  # the kernel's Cuts
 V4, V32, V41, V41_FP4, V4_BF16, V32_BF16 = range(6)  # the kernel's Format
 
 _FORMATS = {
@@ -39,6 +42,8 @@ _FORMATS = {
     KVLayout.V32_BF16: V32_BF16,
 }
 
+_HAVE_WINDOW = (V4, V41, V4_BF16)  # as the kernel's kHasWindow
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
@@ -48,7 +53,8 @@ class DecodePlan:
       tile: heads that a thread block attends to: 64, or 16 or 32 in the cluster kernel.
       groups: of thread blocks, one for each tile, that share the rows; or the thread blocks of a cluster.
       cuts: whether a row may be attended to in parts that are joined at the end: `NEVER`, `ALWAYS` or, where it
-        depends on the lengths, `AS_LENGTHS_SAY`. The cluster kernel has `NEVER`, the wide one `IN_CLUSTERS`.
+        depends on the lengths, `AS_LENGTHS_SAY`. The cluster kernel has `NEVER`, the wide one `IN_CLUSTERS`, and the
+        window kernel, which cuts no row, `IN_WINDOW`.
       scratch_bytes: what the parts need, 0 without cuts; see `Call` in schedule.cuh.
     """
 
@@ -72,19 +78,32 @@ NO_CACHE = (0, 1, 0, 0, 0, 0)  # the same where there is none
 
 
 def decode_plan(
-    rows: int, heads: int, topks: tuple[int, ...], *, has_lengths: bool, sm_count: int, batch_invariant: bool = False
+    rows: int,
+    heads: int,
+    topks: tuple[int, ...],
+    *,
+    has_lengths: bool,
+    sm_count: int,
+    kernel_format: int | None = None,
+    batch_invariant: bool = False,
 ) -> DecodePlan:
     """The launch for `rows` query rows that read `topks` index columns of each cache.
 
     Args:
       has_lengths: whether the columns that count are data.
+      kernel_format: of `decode_format`; None for one that has no window kernel.
       batch_invariant: cut no row, so that its result does not depend on the others.
     """
     shape = (rows, heads, max(sum(-(-topk // _BLOCK) for topk in topks), 1), sm_count)
-    if not batch_invariant:
-        time, tile, parts = _time_in_clusters(*shape)
-        if time < _time_of_many(*shape):
-            return DecodePlan(tile, parts, IN_CLUSTERS if tile == _HEADS else NEVER, 0)
+    time, tile, parts = NO_CLUSTERS if batch_invariant else _time_in_clusters(*shape)
+    # The kernels of whole rows give the same numbers to the bit, so also without cuts the batch may choose.
+    whole = _time_of_many(*shape)
+    if kernel_format in _HAVE_WINDOW and len(topks) == 1 and shape[2] <= _WINDOW_BLOCKS and rows <= _MOST_GRID_ROWS:
+        of_window = _time_of_window(rows, heads, sm_count)
+        if of_window < min(time, whole):
+            return DecodePlan(_HEADS, 1, IN_WINDOW, 0)
+    if time < whole:
+        return DecodePlan(tile, parts, IN_CLUSTERS if tile == _HEADS else NEVER, 0)
     return _plan_of_many(*shape, has_lengths, batch_invariant)
 
 
@@ -147,6 +166,7 @@ def _worth_cutting(rows: int, blocks: int, groups: int, tiles: int) -> int:
 # take, and the share by which each thread block of the launch makes both longer. With 16 and 32 heads these are within
 # 3% of 53 launches that were timed for V4, and up to 10% too short for V3.2; with 64 they are within 12% of 281.
 _OF_CLUSTERS = (16, 4.1, 2.4, 0), (32, 5.1, 3.0, 0), (_HEADS, 10.2, 2.3, 1 / 850)
+_OF_WINDOW = (2.5, 6.0)  # of the window kernel: a launch, and a row; reckoned, not yet fitted to measured launches
 NO_CLUSTERS = (float("inf"), 0, 0)  # of `_time_in_clusters`
 
 
@@ -162,6 +182,12 @@ def _time_in_clusters(rows: int, heads: int, blocks: int, sm_count: int) -> tupl
                 time = (fixed + block * -(-blocks // parts)) * (1 + longer * clusters * parts)
                 best = min(best, (time, tile, parts))
     return best
+
+
+def _time_of_window(rows: int, heads: int, sm_count: int) -> float:
+    """One thread block a multiprocessor at a time, for each row and 64 of its heads."""
+    launch, row = _OF_WINDOW
+    return launch + row * -(-rows * -(-heads // _HEADS) // sm_count)
 
 
 def _clusters_at_once(parts: int, sm_count: int) -> int:

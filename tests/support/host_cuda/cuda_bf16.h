@@ -240,6 +240,11 @@ inline int __reduce_max_sync(unsigned, int x) {
   const auto& values = host::meet_warp(x);
   return static_cast<int>(*std::max_element(values.begin(), values.end()));
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned x) {
+  unsigned bits = 0;
+  for (int64_t value : host::meet_warp(x)) bits |= static_cast<unsigned>(value);
+  return bits;
+}
 inline int __reduce_add_sync(unsigned, int x) {
   int sum = 0;
   for (int64_t value : host::meet_warp(x)) sum += static_cast<int>(value);

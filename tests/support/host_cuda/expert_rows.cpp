@@ -37,7 +37,7 @@ extern "C" void expert_rows_on_host(const uint16_t* x, const uint8_t* values, co
   sm90::readable.clear();
   int64_t numbers = int64_t{experts} * n * k;
   sm90::allow(values, fp4 ? numbers / 2 : numbers);
-  sm90::allow(scales, fp4 ? numbers / 32 : (numbers / kGroup >> scale_shift) * (float_scales ? 4 : 1));
+  sm90::allow(scales, fp4 ? numbers / 32 : (numbers / kFp8Group >> scale_shift) * (float_scales ? 4 : 1));
   sm90::allow(which, int64_t{kind == kEach ? rows : experts} * 4);
   int all = (n + kTile - 1) / kTile;
   int most = kind == kOne ? 1 : kind == kEach ? rows : std::min(rows, experts);

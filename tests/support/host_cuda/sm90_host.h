@@ -143,6 +143,14 @@ inline void store(uint32_t to, uint4 x) {
   memcpy(at_address(to), &x, 16);
 }
 
+inline uint4 load(uint32_t from) {
+  races::read(at_address(from), 16);
+  races::Quiet quiet;
+  uint4 x;
+  memcpy(&x, at_address(from), 16);
+  return x;
+}
+
 // Each lane writes row l % 8 of matrix l / 8, at the address that it gives.
 inline void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
   uint32_t row[4];
@@ -186,6 +194,9 @@ inline uint32_t bits_of_bfloat16(float x) {
 inline uint32_t rounded(float2 x) { return bits_of_bfloat16(x.x) | bits_of_bfloat16(x.y) << 16; }
 inline uint32_t multiply_pairs(uint32_t x, uint32_t y) {
   return rounded({bfloat16(x & 0xFFFF) * bfloat16(y & 0xFFFF), bfloat16(x >> 16) * bfloat16(y >> 16)});
+}
+inline uint32_t larger_pairs(uint32_t x, uint32_t y) {
+  return std::max(x & 0xFFFF, y & 0xFFFF) | std::max(x >> 16, y >> 16) << 16;
 }
 inline void scale_pair(uint32_t& x, uint32_t scale) { x = multiply_pairs(x, scale); }
 
@@ -239,6 +250,8 @@ inline void init(Barrier* barrier, int arrivals) {
   mine->barriers[barrier] = State{arrivals, arrivals};
 }
 inline void fence_barriers() {}
+inline void wait_for_launch_ahead() {}
+inline void let_next_launch_begin() {}
 inline void fence_matrix_reads() {}
 
 inline void complete(State& state) {
@@ -446,7 +459,7 @@ void begin_product(float (&sums)[kSums], bool add, std::function<std::vector<flo
 // += (64 x 16) · (16 x 2 kSums) of bfloat16; = where `add` is false. A lane's operands: 16 numbers of two rows of the
 // first matrix, and of every column that it has of the second.
 template <int kSums>
-void multiply_bfloat16(float (&sums)[kSums], uint64_t a, bool a_by_columns, uint64_t b, bool b_by_columns, bool add) {
+void multiply_shared(float (&sums)[kSums], uint64_t a, bool a_by_columns, uint64_t b, bool b_by_columns, bool add) {
   auto operands = [=] {
     Matrix first(a), second(b);
     std::vector<float> all;
@@ -474,53 +487,61 @@ inline void add_in_global(float* to, float4 x) {
 }
 template <bool kByColumns, int kSums>
 void multiply_by_columns(float (&d)[kSums], uint64_t a, uint64_t b, bool add) {
-  multiply_bfloat16(d, a, kByColumns, b, true, add);
+  multiply_shared(d, a, kByColumns, b, true, add);
 }
 template <bool kByColumns, int kSums>
 void multiply(float (&d)[kSums], uint64_t a, uint64_t b, bool add) {
-  multiply_bfloat16(d, a, kByColumns, b, false, add);
+  multiply_shared(d, a, kByColumns, b, false, add);
 }
 
-// += (64 x 32) · (32 x 2 kSums) of FP8 numbers, the first matrix in the registers of the warps. A lane's operands: its
-// registers, as bits, and 32 numbers of every column that it has of the second matrix.
-template <int kSums>
-void multiply_fp8(float (*number)(uint8_t), float (&sums)[kSums], const uint32_t (&registers)[4], uint64_t matrix,
-                  bool add) {
+// += (64 x 8 kPer) · (8 kPer x 2 kSums), the first matrix in the registers of the warps, kPer numbers in each: four of FP8
+// or two of bfloat16. A lane's operands: its registers, as bits, and all numbers of every column that it has of the second
+// matrix.
+template <int kPer, int kSums>
+void multiply_from_registers(float (*number)(const uint8_t*), float (&sums)[kSums], const uint32_t (&registers)[4],
+                             uint64_t matrix, bool add) {
+  constexpr int kBytes = 4 / kPer, kDepth = 8 * kPer;
   const uint32_t* words = registers;
   auto operands = [=] {
     Matrix second(matrix);
     std::vector<float> all;
     for (int word = 0; word < 4; word++) all.push_back(__int_as_float(words[word]));
     for (int i = 0; i < kSums; i++)
-      for (int k = 0; i % 4 < 2 && k < 32; k++) all.push_back(number(*second.of_row(column_of(i), k)));
+      for (int k = 0; i % 4 < 2 && k < kDepth; k++) all.push_back(number(second.of_row(column_of(i), k * kBytes)));
     return all;
   };
   begin_product(sums, add, operands, [=](const Product& product) {
-    float rows[16][32];
+    float rows[16][kDepth];
     for (int word = 0; word < 4; word++) {
       const auto& all = host::meet_warp(words[word]);
       for (int lane = 0; lane < 32; lane++)
-        for (int byte = 0; byte < 4; byte++)
-          rows[lane / 4 + word % 2 * 8][word / 2 * 16 + lane % 4 * 4 + byte] = number(all[lane] >> 8 * byte & 0xFF);
+        for (int i = 0; i < kPer; i++)
+          rows[lane / 4 + word % 2 * 8][word / 2 * 4 * kPer + lane % 4 * kPer + i] =
+              number(reinterpret_cast<const uint8_t*>(&all[lane]) + i * kBytes);
     }
     const float* column = product.at_start.data() + 4;
     for (int i = 0; i < kSums; i++) {
       if (i % 4 > 1) continue;
       float sum[2] = {add ? product.sums[i] : 0, add ? product.sums[i + 2] : 0};
-      for (int k = 0; k < 32; k++)
+      for (int k = 0; k < kDepth; k++)
         sum[0] += rows[row_of(i)][k] * column[k], sum[1] += rows[row_of(i + 2)][k] * column[k];
       product.sums[i] = sum[0], product.sums[i + 2] = sum[1];
-      column += 32;
+      column += kDepth;
     }
   });
 }
 template <int kSums>
 void multiply_e5m2(float (&sums)[kSums], const uint32_t (&operand)[4], uint64_t matrix, bool add) {
-  multiply_fp8(e5m2, sums, operand, matrix, add);
+  multiply_from_registers<4>([](const uint8_t* at) { return e5m2(*at); }, sums, operand, matrix, add);
 }
 template <int kSums>
 void multiply(float (&sums)[kSums], const uint32_t (&operand)[4], uint64_t matrix, bool add) {
-  multiply_fp8(e4m3, sums, operand, matrix, add);
+  multiply_from_registers<4>([](const uint8_t* at) { return e4m3(*at); }, sums, operand, matrix, add);
+}
+template <int kSums>
+void multiply_bfloat16(float (&sums)[kSums], const uint32_t (&operand)[4], uint64_t matrix, bool add) {
+  auto number = [](const uint8_t* at) { return bfloat16(at[0] | at[1] << 8); };
+  multiply_from_registers<2>(number, sums, operand, matrix, add);
 }
 
 inline void multiply_in_warp(float* sums, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

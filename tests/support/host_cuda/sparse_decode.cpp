@@ -38,8 +38,22 @@ static void run_few(const Call& call, unsigned seed) {
 }
 
 template <Format kFormat>
+static void run_window(const Call& call, unsigned seed) {
+  if constexpr (kHasWindow<kFormat>) {
+    using Memory = WindowShared<kFormat>;
+    auto program = [&] { WindowRow<kFormat>(call, *reinterpret_cast<Memory*>(sm90::tiles_memory())).attend(); };
+    for (int row = 0; row < call.rows; row++)
+      for (int tile = 0; tile < call.tiles; tile++)
+        sm90::run(1, kThreads, sizeof(Memory) + 1024, program, [=](int) { blockIdx.x = tile, blockIdx.y = row; }, seed);
+  } else {
+    host::require(false, "a format without the window kernel");
+  }
+}
+
+template <Format kFormat>
 static void run(const Call& call, int tile, unsigned seed) {
   bool by_lengths = call.tables[0].lengths || call.tables[1].lengths;
+  if (call.cuts == kInWindow) return run_window<kFormat>(call, seed);
   if (call.cuts == kInClusters) return run_clusters<WideShared<kFormat>>(call, seed, attend_wide<kFormat>);
   if (tile == 16) return run_few<kFormat, 16>(call, seed);
   if (tile == 32) return run_few<kFormat, 32>(call, seed);

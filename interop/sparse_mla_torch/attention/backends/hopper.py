@@ -43,15 +43,17 @@ def _numbers(table: TableShape) -> list[int]:
 def decode(options, q, layout, tables, has_sink) -> Callable[..., Results]:
     """As `decode.prepare`'s `run`, at one shape."""
     batch, q_len, heads, _ = q.shape
+    kernel_format = decode_format(x.layout for x in tables)
     plan = decode_plan(
         batch * q_len,
         heads,
         tuple(table.topk for table in tables),
         has_lengths=any(table.rows_per_length for table in tables),
         sm_count=route.device_info(q.device).sm_count,
+        kernel_format=kernel_format,
         batch_invariant=options.batch_invariant,
     )
-    numbers, kernel_format = [*map(_numbers, tables), _NO_TABLE], decode_format(x.layout for x in tables)
+    numbers = [*map(_numbers, tables), _NO_TABLE]
     library, shape = build.module(*BACKENDS["hopper"].binaries["decode"]), (batch, q_len, heads)
     plan_bytes = library.sparse_decode_plan(
         *(batch * q_len, heads, kernel_format, numbers[0], numbers[1]),
