@@ -38,7 +38,7 @@ SIZES = [
 
 
 def attend(case, monkeypatch, *, window: bool) -> list[torch.Tensor]:
-    """By torch, into results that are NaN before. `served_by` forgets the kernel that the last call was prepared for."""
+    """By torch, into results that are NaN before. `served_by` forgets which kernel the last call was prepared for."""
     names = ("topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "attn_sink")
     given = drop_in_calls.decode_arguments(case)
     tensors = (given["q"], given["k_cache"], given["indices"], *(given[name] for name in names))

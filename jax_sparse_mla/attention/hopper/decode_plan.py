@@ -186,8 +186,8 @@ def _time_in_clusters(rows: int, heads: int, blocks: int, sm_count: int) -> tupl
 def _in_one_wave(rows: int, heads: int, sm_count: int) -> bool:
     """Whether the window kernel's thread blocks, one for a row and 64 of its heads, all run at once.
 
-    Then it is sooner than the wide clusters and the kernel of many rows, which is sooner by its second wave on (H200, 64
-    heads: 14.8 and 15.4 us for 128 rows, 27.3 and 24.0 for 256). The cluster kernel of few heads is sooner than it.
+    Then it is sooner than the kernel of many rows, and with a second wave later: 14.8 and 15.4 us for 128 rows of 64
+    heads on an H200, 27.3 and 24.0 for 256. Wide clusters would take 12.5 or more, by the times above.
     """
     return rows * -(-heads // _HEADS) <= sm_count
 
