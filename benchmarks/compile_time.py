@@ -4,7 +4,8 @@
     python -m benchmarks compile_time --model v32 --layers 4 61 --full
 
 Random weights with four small experts and narrow rows; heads and kinds of layers are those of DeepSeek-V4-Flash or
-V3.2. Kernels are compiled before. `--full` takes the true sizes: arguments have shapes alone, so they need no memory, and nothing runs.
+V3.2. Kernels are compiled before. `--full` takes the true sizes: arguments have shapes alone, so they need no memory,
+and nothing runs.
 """
 
 from __future__ import annotations

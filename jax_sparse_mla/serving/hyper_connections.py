@@ -103,7 +103,8 @@ def _sums(streams: jax.Array, fn: jax.Array) -> jax.Array:
         rest = rest - piece
         pieces.append(piece.astype(jnp.bfloat16))
     products = matmul(flat, jnp.concatenate(pieces)).reshape(rows, 3, lines).sum(1)
-    squares = jnp.sum(jnp.square(flat.astype(jnp.float32)), -1, keepdims=True)
+    # XLA would sum in the loop that joins, one thread a row.
+    squares = lax.optimization_barrier(jnp.sum(jnp.square(flat.astype(jnp.float32)), -1, keepdims=True))
     return jnp.pad(jnp.concatenate([products, squares], -1), ((0, 0), (0, 31 - lines)))[:, None]
 
 

@@ -96,63 +96,111 @@ def input_kernel(
 ):
     """A row's input, by the programs of axis 1 that are 0; by those that are 1, post and comb."""
     row = tl.program_id(0).to(tl.int64)
-    s, j, m = tl.arange(0, PARTS), tl.arange(0, N), tl.arange(0, WIDE)
-    affine_ptr = fn_ptr + M * N * hidden
     sums_ptr += row * parts * WIDE
-    some = (s < parts)[:, None]
+    streams_ptr += row * N * hidden
+    affine_ptr = fn_ptr + M * N * hidden
     if tl.program_id(1) == 0:
-        h = tl.arange(0, BLOCK)
-        at, inside = streams_ptr + row * N * hidden + h, h < hidden
-        first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(at + hidden, mask=inside, other=0.0).to(tl.float32)
-        third = tl.load(at + 2 * hidden, mask=inside, other=0.0).to(tl.float32)
-        fourth = tl.load(at + 3 * hidden, mask=inside, other=0.0).to(tl.float32)
-        norm = tl.load(norm_ptr + h, mask=inside, other=0.0)
-        weight = tl.sum(tl.load(sums_ptr + s[:, None] * WIDE + m[None, :], mask=some, other=0.0), 0)
-        inverse = tl.rsqrt(tl.sum(tl.where(m == M, weight, 0.0), 0) / (N * hidden) + norm_eps)
-        pre = weight * inverse * tl.load(affine_ptr + M) + tl.load(affine_ptr + m, mask=m < N, other=0.0)
-        pre = 1 / (1 + tl.exp(-pre)) + eps
-        x = tl.sum(tl.where(m == 0, pre, 0.0), 0) * first
-        x += tl.sum(tl.where(m == 1, pre, 0.0), 0) * second
-        x += tl.sum(tl.where(m == 2, pre, 0.0), 0) * third
-        x += tl.sum(tl.where(m == 3, pre, 0.0), 0) * fourth
-        x = x.to(tl.bfloat16).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / hidden + norm_eps)
-        if norm_ptr.dtype.element_ty == tl.bfloat16:  # V4's norm is rounded after the weight, the other one before it
-            x = x.to(tl.bfloat16).to(tl.float32)
-        tl.store(x_ptr + row * hidden + h, (x * norm.to(tl.float32)).to(tl.bfloat16), mask=inside)
+        x_ptr += row * hidden
+        _write_input(
+            streams_ptr, sums_ptr, affine_ptr, norm_ptr, hidden, parts, norm_eps, eps, x_ptr, N, M, WIDE, PARTS, BLOCK
+        )
     else:
         if post_ptr is not None:
-            square = tl.sum(tl.load(sums_ptr + s * WIDE + M, mask=s < parts, other=0.0), 0)
-            inverse = tl.rsqrt(square / (N * hidden) + norm_eps)
-            post = tl.sum(tl.load(sums_ptr + s[:, None] * WIDE + N + j[None, :], mask=some, other=0.0), 0) * inverse
-            post = post * tl.load(affine_ptr + M + 1) + tl.load(affine_ptr + N + j)
-            tl.store(post_ptr + row * N + j, 2 / (1 + tl.exp(-post)))
-            scale, to = tl.load(affine_ptr + M + 2), comb_ptr + row * N * N + j
-            at = sums_ptr + s[:, None] * WIDE + 2 * N + j[None, :]
-            first = tl.sum(tl.load(at, mask=some, other=0.0), 0) * inverse * scale
-            second = tl.sum(tl.load(at + N, mask=some, other=0.0), 0) * inverse * scale
-            third = tl.sum(tl.load(at + 2 * N, mask=some, other=0.0), 0) * inverse * scale
-            fourth = tl.sum(tl.load(at + 3 * N, mask=some, other=0.0), 0) * inverse * scale
-            base = affine_ptr + 2 * N + j
-            first = _softmax(first + tl.load(base)) + eps
-            second = _softmax(second + tl.load(base + N)) + eps
-            third = _softmax(third + tl.load(base + 2 * N)) + eps
-            fourth = _softmax(fourth + tl.load(base + 3 * N)) + eps
-            # Columns and lines in turn over their sums, columns first and last. A line is a vector, so columns are
-            # summed without an exchange between threads.
-            for step in range(ITERATIONS):
-                if step > 0:
-                    first = first / (tl.sum(first, 0) + eps)
-                    second = second / (tl.sum(second, 0) + eps)
-                    third = third / (tl.sum(third, 0) + eps)
-                    fourth = fourth / (tl.sum(fourth, 0) + eps)
-                share = 1 / (first + second + third + fourth + eps)
-                first, second, third, fourth = first * share, second * share, third * share, fourth * share
-            tl.store(to, first)
-            tl.store(to + N, second)
-            tl.store(to + 2 * N, third)
-            tl.store(to + 3 * N, fourth)
+            post_ptr += row * N
+            comb_ptr += row * N * N
+            _write_mixing(
+                sums_ptr, affine_ptr, hidden, parts, norm_eps, eps, post_ptr, comb_ptr, N, M, ITERATIONS, WIDE, PARTS
+            )
+
+
+@triton.jit
+def _write_input(
+    streams_ptr,
+    sums_ptr,
+    affine_ptr,
+    norm_ptr,
+    hidden,
+    parts,
+    norm_eps,
+    eps,
+    x_ptr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    WIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    s, m = tl.arange(0, PARTS), tl.arange(0, WIDE)
+    h = tl.arange(0, BLOCK)
+    at, inside = streams_ptr + h, h < hidden
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + hidden, mask=inside, other=0.0).to(tl.float32)
+    third = tl.load(at + 2 * hidden, mask=inside, other=0.0).to(tl.float32)
+    fourth = tl.load(at + 3 * hidden, mask=inside, other=0.0).to(tl.float32)
+    norm = tl.load(norm_ptr + h, mask=inside, other=0.0)
+    weight = tl.sum(tl.load(sums_ptr + s[:, None] * WIDE + m[None, :], mask=(s < parts)[:, None], other=0.0), 0)
+    inverse = tl.rsqrt(tl.sum(tl.where(m == M, weight, 0.0), 0) / (N * hidden) + norm_eps)
+    pre = weight * inverse * tl.load(affine_ptr + M) + tl.load(affine_ptr + m, mask=m < N, other=0.0)
+    pre = 1 / (1 + tl.exp(-pre)) + eps
+    x = tl.sum(tl.where(m == 0, pre, 0.0), 0) * first
+    x += tl.sum(tl.where(m == 1, pre, 0.0), 0) * second
+    x += tl.sum(tl.where(m == 2, pre, 0.0), 0) * third
+    x += tl.sum(tl.where(m == 3, pre, 0.0), 0) * fourth
+    x = x.to(tl.bfloat16).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / hidden + norm_eps)
+    if norm_ptr.dtype.element_ty == tl.bfloat16:  # V4's norm is rounded after the weight, the other one before it
+        x = x.to(tl.bfloat16).to(tl.float32)
+    tl.store(x_ptr + h, (x * norm.to(tl.float32)).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _write_mixing(
+    sums_ptr,
+    affine_ptr,
+    hidden,
+    parts,
+    norm_eps,
+    eps,
+    post_ptr,
+    comb_ptr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    s, j = tl.arange(0, PARTS), tl.arange(0, N)
+    some = (s < parts)[:, None]
+    square = tl.sum(tl.load(sums_ptr + s * WIDE + M, mask=s < parts, other=0.0), 0)
+    inverse = tl.rsqrt(square / (N * hidden) + norm_eps)
+    post = tl.sum(tl.load(sums_ptr + s[:, None] * WIDE + N + j[None, :], mask=some, other=0.0), 0) * inverse
+    post = post * tl.load(affine_ptr + M + 1) + tl.load(affine_ptr + N + j)
+    tl.store(post_ptr + j, 2 / (1 + tl.exp(-post)))
+    scale, to = tl.load(affine_ptr + M + 2), comb_ptr + j
+    lines = sums_ptr + s[:, None] * WIDE + 2 * N + j[None, :]
+    first = tl.sum(tl.load(lines, mask=some, other=0.0), 0) * inverse * scale
+    second = tl.sum(tl.load(lines + N, mask=some, other=0.0), 0) * inverse * scale
+    third = tl.sum(tl.load(lines + 2 * N, mask=some, other=0.0), 0) * inverse * scale
+    fourth = tl.sum(tl.load(lines + 3 * N, mask=some, other=0.0), 0) * inverse * scale
+    base = affine_ptr + 2 * N + j
+    first = _softmax(first + tl.load(base)) + eps
+    second = _softmax(second + tl.load(base + N)) + eps
+    third = _softmax(third + tl.load(base + 2 * N)) + eps
+    fourth = _softmax(fourth + tl.load(base + 3 * N)) + eps
+    # Columns and lines in turn over their sums, columns first and last. A line is a vector, so columns are
+    # summed without an exchange between threads.
+    for step in range(ITERATIONS):
+        if step > 0:
+            first = first / (tl.sum(first, 0) + eps)
+            second = second / (tl.sum(second, 0) + eps)
+            third = third / (tl.sum(third, 0) + eps)
+            fourth = fourth / (tl.sum(fourth, 0) + eps)
+        share = 1 / (first + second + third + fourth + eps)
+        first, second, third, fourth = first * share, second * share, third * share, fourth * share
+    tl.store(to, first)
+    tl.store(to + N, second)
+    tl.store(to + 2 * N, third)
+    tl.store(to + 3 * N, fourth)
 
 
 @triton.jit

@@ -110,15 +110,18 @@ class TestPlan:
     def test_a_thread_block_has_each_short_row(self, kernel_format):
         """Where no row can have more than 128 keys, of one cache of a format that has the kernel."""
         plan = functools.partial(self.plan, few=True, kernel_format=kernel_format)
-        for rows, heads, topk in ((32, 128, 128), (64, 128, 65), (128, 64, 128), (60, 128, 1)):
+        for rows, heads, topk in ((32, 128, 128), (66, 128, 65), (132, 64, 128), (34, 64, 1), (67, 16, 128)):
             for has_lengths in (False, True):
                 for invariant in (False, True):
                     given = {"has_lengths": has_lengths, "batch_invariant": invariant}
                     assert plan(rows, heads, (topk,), **given) == DecodePlan(64, 1, IN_WINDOW, 0)
         for topks in ((129,), (64, 64), (128, 512)):
             assert plan(64, 128, topks).cuts != IN_WINDOW
-        assert plan(70_000, 64, (128,)).cuts != IN_WINDOW  # more than a grid's second axis has
-        assert plan(1, 64, (128,)).tile == 16  # a cluster is sooner
+        for rows, heads in ((67, 128), (133, 64), (133, 1), (45, 129), (70_000, 64)):  # more than one wave
+            assert plan(rows, heads, (128,)).cuts not in (IN_WINDOW, IN_CLUSTERS)
+        for rows, heads, tile in ((1, 64, 16), (16, 64, 16), (33, 64, 32), (16, 128, 32), (66, 16, 16)):
+            assert plan(rows, heads, (128,)) == DecodePlan(tile, 2, NEVER, 0)  # a cluster is sooner
+            assert plan(rows, heads, (128,), batch_invariant=True).cuts == IN_WINDOW
 
     @pytest.mark.parametrize("kernel_format", [None, V32, V41_FP4, V32_BF16])
     def test_other_formats_have_no_kernel_of_short_rows(self, kernel_format):

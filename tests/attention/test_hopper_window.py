@@ -38,15 +38,14 @@ SIZES = [
 
 
 def attend(case, monkeypatch, *, window: bool) -> list[torch.Tensor]:
-    """By torch, into results that are NaN before."""
+    """By torch, into results that are NaN before. `served_by` forgets which kernel the last call was prepared for."""
     names = ("topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "attn_sink")
     given = drop_in_calls.decode_arguments(case)
     tensors = (given["q"], given["k_cache"], given["indices"], *(given[name] for name in names))
     options = torch_decode.Options("short rows", case.softmax_scale, np.inf, kv_layout=case.cache.layout)
-    out = torch.full((*case.q.shape[:3], 512), torch.nan, dtype=torch.bfloat16, device="cuda")
-    lse = torch.full(case.q.shape[:3], torch.nan, device="cuda")
-    with monkeypatch.context() as patch:
-        patch.setenv("JAX_SPARSE_MLA_DECODE_BACKEND", "hopper")
+    out = torch.full((*case.q.shape[:3], 512), torch.nan, dtype=torch.bfloat16, device=tensors[0].device)
+    lse = torch.full(case.q.shape[:3], torch.nan, device=tensors[0].device)
+    with monkeypatch.context() as patch, drop_in_calls.served_by("hopper", patch):
         made = attention_calls.by_decode_kernel(None, patch, window=window)
         results = torch_decode.prepare(options, *tensors).run(*tensors, None, (out, lse))
     assert [plan.cuts == IN_WINDOW for plan in made] == [window]

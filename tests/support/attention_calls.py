@@ -82,7 +82,7 @@ def by_decode_kernel(
     made, plan = [], decode_plan.DecodePlan
     fastest = (0.0, *cluster) if cluster else decode_plan.NO_CLUSTERS
     monkeypatch.setattr(decode_plan, "_time_in_clusters", lambda *shape: fastest)
-    monkeypatch.setattr(decode_plan, "_time_of_window", lambda *shape: -1.0 if window else float("inf"))
+    monkeypatch.setattr(decode_plan, "_in_one_wave", lambda *shape: window)
     monkeypatch.setattr(decode_plan, "DecodePlan", lambda *fields: made.append(plan(*fields)) or made[-1])
     return made
 

@@ -20,7 +20,6 @@ _BLOCK = 64  # keys
 _HEADS = 64  # of a tile
 _ROW_COST, _JOIN_COST, _PARTS_JOINED = 1, 3, 44  # as the kernel's kRowCost, kJoinCost and kPartsJoined
 _WINDOW_BLOCKS = 2  # as the kernel's kWindowBlocks
-_MOST_GRID_ROWS = 65_535  # of a launch that has a thread block for each row
 _MOST_PARTS = 16  # as the kernel's kMostParts: thread blocks of a cluster, which has two at least
 
 # Bytes of the two parts of 64 heads that each thread block may leave: float32 values, their maximum and sum; and the
@@ -98,12 +97,13 @@ def decode_plan(
     time, tile, parts = NO_CLUSTERS if batch_invariant else _time_in_clusters(*shape)
     # The kernels of whole rows give the same numbers to the bit, so also without cuts the batch may choose.
     whole = _time_of_many(*shape)
-    if kernel_format in _HAVE_WINDOW and len(topks) == 1 and shape[2] <= _WINDOW_BLOCKS and rows <= _MOST_GRID_ROWS:
-        of_window = _time_of_window(rows, heads, sm_count)
-        if of_window < min(time, whole):
-            return DecodePlan(_HEADS, 1, IN_WINDOW, 0)
+    if time < whole and tile < _HEADS:
+        return DecodePlan(tile, parts, NEVER, 0)
+    short = kernel_format in _HAVE_WINDOW and len(topks) == 1 and shape[2] <= _WINDOW_BLOCKS
+    if short and _in_one_wave(rows, heads, sm_count):
+        return DecodePlan(_HEADS, 1, IN_WINDOW, 0)
     if time < whole:
-        return DecodePlan(tile, parts, IN_CLUSTERS if tile == _HEADS else NEVER, 0)
+        return DecodePlan(tile, parts, IN_CLUSTERS, 0)
     return _plan_of_many(*shape, has_lengths, batch_invariant)
 
 
@@ -166,7 +166,6 @@ def _worth_cutting(rows: int, blocks: int, groups: int, tiles: int) -> int:
 # take, and the share by which each thread block of the launch makes both longer. With 16 and 32 heads these are within
 # 3% of 53 launches that were timed for V4, and up to 10% too short for V3.2; with 64 they are within 12% of 281.
 _OF_CLUSTERS = (16, 4.1, 2.4, 0), (32, 5.1, 3.0, 0), (_HEADS, 10.2, 2.3, 1 / 850)
-_OF_WINDOW = (2.5, 6.0)  # of the window kernel: a launch, and a row; reckoned, not yet fitted to measured launches
 NO_CLUSTERS = (float("inf"), 0, 0)  # of `_time_in_clusters`
 
 
@@ -184,10 +183,13 @@ def _time_in_clusters(rows: int, heads: int, blocks: int, sm_count: int) -> tupl
     return best
 
 
-def _time_of_window(rows: int, heads: int, sm_count: int) -> float:
-    """One thread block a multiprocessor at a time, for each row and 64 of its heads."""
-    launch, row = _OF_WINDOW
-    return launch + row * -(-rows * -(-heads // _HEADS) // sm_count)
+def _in_one_wave(rows: int, heads: int, sm_count: int) -> bool:
+    """Whether the window kernel's thread blocks, one for a row and 64 of its heads, all run at once.
+
+    Then it is sooner than the kernel of many rows, and with a second wave later: 14.8 and 15.4 us for 128 rows of 64
+    heads on an H200, 27.3 and 24.0 for 256. Wide clusters would take 12.5 or more, by the times above.
+    """
+    return rows * -(-heads // _HEADS) <= sm_count
 
 
 def _clusters_at_once(parts: int, sm_count: int) -> int:
