@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,20 +113,32 @@ def layer_params(
     return parameters, in_pool
 
 
-def embed(config: Config, params: ModelParams, tokens: jax.Array) -> jax.Array:
-    """The rows of tokens `[T, hidden]`, or residual streams that all begin with them, `[T, n, hidden]`."""
+class Streams(NamedTuple):
+    """What flows from layer to layer: rows `[T, hidden]`, or residual streams `[T, n, hidden]`; and the output of the
+    block before, with its mixing, where the next block joins them."""
+
+    rows: jax.Array
+    before: tuple[jax.Array, Mixing] | None = None
+
+    def joined(self) -> jax.Array:
+        return self.rows if self.before is None else join(self.rows, *self.before)
+
+
+def embed(config: Config, params: ModelParams, tokens: jax.Array) -> Streams:
+    """The rows of tokens, or residual streams that all begin with them."""
     rows = params.embedding[tokens]
     if config.streams is None:
-        return rows
-    return jnp.broadcast_to(rows[:, None], (rows.shape[0], config.streams.streams, rows.shape[1]))
+        return Streams(rows)
+    return Streams(jnp.broadcast_to(rows[:, None], (rows.shape[0], config.streams.streams, rows.shape[1])))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "block"))
 def block_input(
-    config: Config, weights: LayerWeights, norms: NormParams, streams: jax.Array, *, block: int
-) -> tuple[jax.Array, Mixing | None]:
-    """The input `[T, hidden]` of a layer's attention or MLP, and how its output joins the streams."""
-    return _block_input(config, weights, norms, streams, None, block)[1:]
+    config: Config, weights: LayerWeights, norms: NormParams, streams: Streams, *, block: int
+) -> tuple[Streams, jax.Array, Mixing | None]:
+    """The streams, joined; the input `[T, hidden]` of a layer's attention or MLP; and how its output joins."""
+    rows, x, mixing = _block_input(config, weights, norms, *streams, block)
+    return Streams(rows), x, mixing
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -133,15 +146,18 @@ def after_attention(
     config: Config,
     weights: LayerWeights,
     norms: NormParams,
-    streams: jax.Array,
+    streams: Streams,
     out: jax.Array,
     mixing: Mixing | None,
     tokens: jax.Array,
-) -> jax.Array:
+) -> Streams:
     """The streams after a layer, from the attention's output `[T, hidden]` on."""
-    streams, x, mixing = _block_input(config, weights, norms, streams, (out, mixing), MLP)
+    rows, x, mixing = _block_input(config, weights, norms, streams.joined(), (out, mixing), MLP)
     out = feed_forward(x, weights.mlp, norms.router_bias, tokens, config=config.moe, axis_name=config.axis_name)
-    return streams + out if mixing is None else join(streams, out, mixing)
+    if mixing is None:
+        return Streams(rows + out)
+    after = Streams(rows, (out, mixing))
+    return after if hyper_connections.joins_later(rows) else Streams(after.joined())
 
 
 def _block_input(
@@ -162,14 +178,15 @@ def _block_input(
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def last_rows(config: Config, head: HeadParams, streams: jax.Array) -> jax.Array:
+def last_rows(config: Config, head: HeadParams, streams: Streams) -> jax.Array:
     """`[T, hidden]`, from which logits are made: V4's head joins the streams, GLM-5.3 takes their mean."""
     if head.fn is not None:
         options = {"config": config.streams, "norm_eps": config.norm_eps}
-        return hyper_connections.block_input(streams, head.fn, head.norm, **options)[1]
+        return hyper_connections.block_input(streams.rows, head.fn, head.norm, streams.before, **options)[1]
+    rows = streams.joined()
     if config.streams is not None:
-        streams = jnp.mean(streams.astype(jnp.float32), axis=1).astype(streams.dtype)
-    return rms_norm(streams, head.norm, config.norm_eps)
+        rows = jnp.mean(rows.astype(jnp.float32), axis=1).astype(rows.dtype)
+    return rms_norm(rows, head.norm, config.norm_eps)
 
 
 def logits(params: ModelParams, hidden: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from jax import lax
 from jax_sparse_mla._pytree import pytree_dataclass
 from jax_sparse_mla.layers import V4Rows
 from jax_sparse_mla.serving.config import V4Config
-from jax_sparse_mla.serving.decoder import ATTENTION, after_attention, block_input, embed, last_rows, logits
+from jax_sparse_mla.serving.decoder import ATTENTION, Streams, after_attention, block_input, embed, last_rows, logits
 from jax_sparse_mla.serving.deepseek_v4 import project, project_out
 from jax_sparse_mla.serving.layers import linear, matmul, rms_norm
 from jax_sparse_mla.serving.params import LayerParams, ModelParams
@@ -114,11 +114,12 @@ def propose(
     kept = jnp.where(visible[:, None, :, None], kept, 0)  # a weight of 0 leaves another request's NaN
     streams = embed(config, params, block)
     for i, stage in enumerate(params.draft.stages):
-        x, mixing = block_input(config, stage.weights, stage.norms, streams, block=ATTENTION)
+        streams, x, mixing = block_input(config, stage.weights, stage.norms, streams, block=ATTENTION)
         out = _attend(config, stage, x, positions, kept[:, i], visible)
         streams = after_attention(config, stage.weights, stage.norms, streams, out, mixing, block)
-    streams = streams.reshape(n, size, *streams.shape[1:])[:, :count]
-    hidden = last_rows(config, params.draft.head, streams.reshape(n * count, *streams.shape[2:]))
+    rows = streams.joined()
+    rows = rows.reshape(n, size, *rows.shape[1:])[:, :count]
+    hidden = last_rows(config, params.draft.head, Streams(rows.reshape(n * count, *rows.shape[2:])))
     of_block, drafts = logits(params, hidden).reshape(n, count, -1), []
     for i in range(count):
         from_before = matmul(params.draft.markov_rows[tokens], params.draft.markov_logits)

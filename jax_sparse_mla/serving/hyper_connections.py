@@ -77,9 +77,14 @@ def block_input(
     return KernelCall(kernel, plain, name="block_input")(streams, fn, norm, before)
 
 
+def joins_later(streams: jax.Array) -> bool:
+    """Whether the next `block_input` joins a block's output sooner than `join` does."""
+    return streams.shape[0] <= _FEW_ROWS and _kernel_serves(streams)
+
+
 def join(streams: jax.Array, out: jax.Array, mixing: Mixing) -> jax.Array:
     """The streams `[T, n, hidden]` after a block with output `[T, hidden]`."""
-    if streams.shape[0] > _FEW_ROWS or not _kernel_serves(streams):
+    if not joins_later(streams):
         return expand_streams(streams, out, mixing)
     kernel = launching("serving.hyper_connections_triton.join")
     return KernelCall(kernel, expand_streams, name="join")(streams, out, mixing)

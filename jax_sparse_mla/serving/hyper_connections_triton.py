@@ -169,44 +169,55 @@ def _write_mixing(
     WIDE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    s, j = tl.arange(0, PARTS), tl.arange(0, N)
-    some = (s < parts)[:, None]
-    square = tl.sum(tl.load(sums_ptr + s * WIDE + M, mask=s < parts, other=0.0), 0)
-    inverse = tl.rsqrt(square / (N * hidden) + norm_eps)
-    post = tl.sum(tl.load(sums_ptr + s[:, None] * WIDE + N + j[None, :], mask=some, other=0.0), 0) * inverse
-    post = post * tl.load(affine_ptr + M + 1) + tl.load(affine_ptr + N + j)
-    tl.store(post_ptr + j, 2 / (1 + tl.exp(-post)))
-    scale, to = tl.load(affine_ptr + M + 2), comb_ptr + j
-    lines = sums_ptr + s[:, None] * WIDE + 2 * N + j[None, :]
-    first = tl.sum(tl.load(lines, mask=some, other=0.0), 0) * inverse * scale
-    second = tl.sum(tl.load(lines + N, mask=some, other=0.0), 0) * inverse * scale
-    third = tl.sum(tl.load(lines + 2 * N, mask=some, other=0.0), 0) * inverse * scale
-    fourth = tl.sum(tl.load(lines + 3 * N, mask=some, other=0.0), 0) * inverse * scale
-    base = affine_ptr + 2 * N + j
-    first = _softmax(first + tl.load(base)) + eps
-    second = _softmax(second + tl.load(base + N)) + eps
-    third = _softmax(third + tl.load(base + 2 * N)) + eps
-    fourth = _softmax(fourth + tl.load(base + 3 * N)) + eps
-    # Columns and lines in turn over their sums, columns first and last. A line is a vector, so columns are
-    # summed without an exchange between threads.
+    s, m = tl.arange(0, PARTS), tl.arange(0, WIDE)
+    w = tl.sum(tl.load(sums_ptr + s[:, None] * WIDE + m[None, :], mask=(s < parts)[:, None], other=0.0), 0)
+    inverse = tl.rsqrt(tl.sum(tl.where(m == M, w, 0.0), 0) / (N * hidden) + norm_eps)
+    scale = tl.where(m < 2 * N, tl.load(affine_ptr + M + 1), tl.load(affine_ptr + M + 2))
+    w = w * inverse * scale + tl.load(affine_ptr + m, mask=m < M, other=0.0)
+    tl.store(post_ptr + m - N, 2 / (1 + tl.exp(-w)), mask=(m >= N) & (m < 2 * N))
+    # Each thread has all 16 numbers of the matrix, so that 39 divisions by a sum wait for no other thread.
+    a0, a1, a2, a3 = _softmax(w, m, 2 * N, eps)
+    b0, b1, b2, b3 = _softmax(w, m, 3 * N, eps)
+    c0, c1, c2, c3 = _softmax(w, m, 4 * N, eps)
+    d0, d1, d2, d3 = _softmax(w, m, 5 * N, eps)
     for step in range(ITERATIONS):
         if step > 0:
-            first = first / (tl.sum(first, 0) + eps)
-            second = second / (tl.sum(second, 0) + eps)
-            third = third / (tl.sum(third, 0) + eps)
-            fourth = fourth / (tl.sum(fourth, 0) + eps)
-        share = 1 / (first + second + third + fourth + eps)
-        first, second, third, fourth = first * share, second * share, third * share, fourth * share
-    tl.store(to, first)
-    tl.store(to + N, second)
-    tl.store(to + 2 * N, third)
-    tl.store(to + 3 * N, fourth)
+            a0, a1, a2, a3 = _over_sum(a0, a1, a2, a3, eps)
+            b0, b1, b2, b3 = _over_sum(b0, b1, b2, b3, eps)
+            c0, c1, c2, c3 = _over_sum(c0, c1, c2, c3, eps)
+            d0, d1, d2, d3 = _over_sum(d0, d1, d2, d3, eps)
+        a0, b0, c0, d0 = _over_sum(a0, b0, c0, d0, eps)
+        a1, b1, c1, d1 = _over_sum(a1, b1, c1, d1, eps)
+        a2, b2, c2, d2 = _over_sum(a2, b2, c2, d2, eps)
+        a3, b3, c3, d3 = _over_sum(a3, b3, c3, d3, eps)
+    _store_line(comb_ptr, a0, a1, a2, a3)
+    _store_line(comb_ptr + N, b0, b1, b2, b3)
+    _store_line(comb_ptr + 2 * N, c0, c1, c2, c3)
+    _store_line(comb_ptr + 3 * N, d0, d1, d2, d3)
 
 
 @triton.jit
-def _softmax(x):
-    x = tl.exp(x - tl.max(x, 0))
-    return x / tl.sum(x, 0)
+def _softmax(w, m, at: tl.constexpr, eps):
+    """Four numbers of a vector, from `at` on: their softmax, and eps is added."""
+    a, b = tl.sum(tl.where(m == at, w, 0.0), 0), tl.sum(tl.where(m == at + 1, w, 0.0), 0)
+    c, d = tl.sum(tl.where(m == at + 2, w, 0.0), 0), tl.sum(tl.where(m == at + 3, w, 0.0), 0)
+    most = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = _over_sum(tl.exp(a - most), tl.exp(b - most), tl.exp(c - most), tl.exp(d - most), 0.0)
+    return a + eps, b + eps, c + eps, d + eps
+
+
+@triton.jit
+def _over_sum(a, b, c, d, eps):
+    share = 1 / (a + b + (c + d) + eps)
+    return a * share, b * share, c * share, d * share
+
+
+@triton.jit
+def _store_line(to, a, b, c, d):
+    tl.store(to, a)
+    tl.store(to + 1, b)
+    tl.store(to + 2, c)
+    tl.store(to + 3, d)
 
 
 def join(execute: Executor, streams, out, post, comb) -> Any:

@@ -25,6 +25,7 @@ from jax_sparse_mla.serving.decoder import (
     CacheSizes,
     PreparedStep,
     StepInputs,
+    Streams,
     after_attention,
     block_input,
     embed,
@@ -203,18 +204,20 @@ class Model:
                 (streams, caches, selected), traced = repeat((streams, caches, selected), 0)
                 trace += traced
                 if run.first in targets:
-                    at_targets.append(jnp.mean(streams.astype(jnp.float32), axis=1).astype(streams.dtype))
+                    rows = streams.joined()
+                    at_targets.append(jnp.mean(rows.astype(jnp.float32), axis=1).astype(rows.dtype))
                 continue
             (streams, caches, selected), traced = lax.scan(
                 repeat, (streams, caches, None), jnp.arange(run.times, dtype=jnp.int32)
             )
             trace += [jax.tree.map(lambda x, n=n: x[n], of_layer) for n in range(run.times) for of_layer in traced]
         hidden = last_rows(config, params.head, streams)
+        states = hidden if params.head.fn is None else streams.joined()
         chosen = [trace[i][1] for i in config.selecting if inputs.return_selected and i < layers]
         return ForwardOutput(
             hidden=hidden,
             caches=caches,
-            states=jnp.concatenate(at_targets, -1) if at_targets else hidden if params.head.fn is None else streams,
+            states=jnp.concatenate(at_targets, -1) if at_targets else states,
             overflow=step.shared.overflow,
             trace=trace if inputs.trace else [],
             selected=jnp.stack(chosen) if inputs.return_selected else None,
@@ -274,12 +277,12 @@ class Model:
         return dataclasses.replace(params, layers=LoopedLayers(runs=runs, weights=weights))
 
     def _run(
-        self, layer: LayerParams, cache: Caches, streams: jax.Array, step: PreparedStep, selected: jax.Array | None
-    ) -> tuple[jax.Array, Caches, jax.Array, jax.Array | None]:
+        self, layer: LayerParams, cache: Caches, streams: Streams, step: PreparedStep, selected: jax.Array | None
+    ) -> tuple[Streams, Caches, jax.Array, jax.Array | None]:
         """The streams after a layer, its cache, its attention's input, and its selection; `selected` is what it attends
         to, where it does not select."""
         config, weights, norms = self.config, layer.weights, layer.norms
-        x, mixing = block_input(config, weights, norms, streams, block=ATTENTION)
+        streams, x, mixing = block_input(config, weights, norms, streams, block=ATTENTION)
         out, cache, selected = self._module.attend(config, layer, cache, x, step, selected)
         streams = after_attention(config, weights, norms, streams, out, mixing, step.inputs.tokens)
         return streams, cache, x, selected
@@ -316,10 +319,10 @@ class Model:
         """
         config, draft = self.config, params.draft
         step = self._module.prepare(config, [cache], inputs)
-        streams = self._module.join_token(config, draft, params.embedding[inputs.tokens], states)
+        streams = Streams(self._module.join_token(config, draft, params.embedding[inputs.tokens], states))
         streams, cache, *_ = self._run(draft.layer, cache, streams, step, None)
         hidden = last_rows(config, draft.head, streams)
-        states = hidden if draft.head.fn is None else streams
+        states = hidden if draft.head.fn is None else streams.joined()
         return ForwardOutput(hidden=hidden, caches=cache.whole(), states=states, overflow=step.shared.overflow)
 
     def propose(self, params: ModelParams, draft: BlockDraft, *step: jax.Array) -> jax.Array:
