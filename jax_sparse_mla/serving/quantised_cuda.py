@@ -98,9 +98,17 @@ def many_rows(
     Args:
       sizes: int32 `[experts]`, how many rows each has, one expert's after the other's; None: the weight is `[N, K]`.
     """
+    if values.shape[-1] < x.shape[-1]:
+        x = in_lanes(x)
     operands = [x, values, scales, *([] if sizes is None else [sizes])]
     arguments = [*map(tvm.Buffer, range(3)), None if sizes is None else tvm.Buffer(3), tvm.Buffer(len(operands))]
     return _call(MANY, "expert_tiles", arguments, operands, dtype)
+
+
+def in_lanes(x: Any) -> Any:
+    """x `[rows, K]` for FP4 of `expert_tiles`: of 256 columns those of 32 that follow each other are one lane's, and a
+    product of 16 has four of each of four lanes: pairs (j, j + 4) and (j + 1, j + 5) of eight, j even."""
+    return x.reshape(len(x), -1, 4, 8, 2, 4).transpose(0, 1, 3, 5, 2, 4).reshape(x.shape)
 
 
 def _call(backend: Backend, name: str, arguments: list[Any], operands: list[jax.Array], dtype: str) -> jax.Array:

@@ -32,15 +32,18 @@ using namespace sm90;
 using namespace stored_weights;
 using tensor_map::kLine, tensor_map::Tiles;
 
-constexpr int kTall = 2;       // tiles of 64 rows of a weight that a consumer warpgroup has
-constexpr int kOut = 128 * kTall, kMost = 128;  // rows of a weight and of x, the most, of a tile
+constexpr int kOut = 256, kMost = 128;  // rows of a weight and of x, the most, of a tile
+constexpr int kWarpgroups = 2;          // that consume
+constexpr int kTall = kOut / 64 / kWarpgroups;  // tiles of 64 rows of a weight that one has
 constexpr int kXStep = 64;     // k of a tile of x
+constexpr int kProducts = kXStep / 16;
 constexpr int kGrain = 16;     // columns of a product, and rows of a copied box of x, are a multiple
 constexpr int kStepScales = 2 * kLine / kFp4Group;  // of a row of FP4 in a step
 constexpr int kTogether = 8;   // tiles of columns that read the same tile of a weight one beside the other
 constexpr int kMostExperts = 1024;
-constexpr int kConsumers = 256, kThreads = kConsumers + 128;
-constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;  // of 168 that each thread begins with
+constexpr int kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
+// Of 168 that each thread begins with, or 96.
+constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 112, kProducerRegisters = 24;
 constexpr int kStepBytes = kOut * kLine, kSlotBytes = kMost * kLine;
 constexpr int kSteps = 3, kSlots = 7;  // of the rings
 
@@ -201,13 +204,13 @@ __device__ void copy_x(const Call& call, Shared<Shape>& shared) {
 
 // --- numbers ----------------------------------------------------------------------------------------------------
 
-// A lane's two e2m1 numbers of eight in a word, those of byte lane % 4, times 2^-126 and then times `factor`. The products
-// put copies of the byte where both numbers' signs, and then the rest, are in their places.
-__device__ __forceinline__ uint32_t convert_fp4(uint32_t word, uint32_t selector, uint32_t factor) {
-  uint32_t byte = permute(word, 0, selector);
-  return multiply_pairs((byte * 0x01001000u & kSigns) | (byte * 0x00040040u & kFp4Numbers), factor);
+// Two e2m1 numbers of a word, its fifth and first one, or of `odd` ones its sixth and second, times 2^-126 and then times
+// `factor`. The product puts copies of both where their signs, and where the rest, have their places.
+template <bool kOdd>
+__device__ __forceinline__ uint32_t convert_fp4(uint32_t word, uint32_t factor) {
+  uint32_t two = word & (kOdd ? 0x00F000F0u : 0x000F000Fu);
+  return multiply_pairs(two * (kOdd ? 0x104u : 0x1040u) & (kSigns | kFp4Numbers), factor);
 }
-__device__ __forceinline__ uint32_t selector_of_fp4(int part) { return 0x4440 + part; }
 
 // A lane's two e4m3 numbers of eight, each first as both bytes of its half. NaN becomes 480, the largest; `largest` shows it.
 __device__ __forceinline__ uint32_t convert_fp8(uint32_t low, uint32_t high, uint32_t selector, uint32_t& largest) {
@@ -224,15 +227,12 @@ __device__ __forceinline__ bool has_nan(uint32_t largest) {
 // --- products ---------------------------------------------------------------------------------------------------
 
 // The rows of a weight that a lane has of a tile: rows 64 m + 8 i further than the first one, i = 0 and 1.
-template <typename Shape>
 struct Lane {
   int row, part;  // the first row; which of the four lanes that share a row
-  uint32_t selector;
 
   __device__ __forceinline__ Lane() {
     int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     row = warp / 4 * (64 * kTall) + warp % 4 * 16 + lane / 4, part = lane % 4;
-    selector = Shape::kFp4 ? selector_of_fp4(part) : selector_of_fp8(part);
   }
 
   // A chunk of 16 bytes of both rows of a copied tile.
@@ -269,32 +269,29 @@ struct Scales {
   }
 };
 
-// A lane's scales of FP4: two of each row for a slot of x, in the lowest bytes.
-using TwoScales = uint32_t[kTall][2];
+// One of FP4 for each of a lane's rows.
+using OfRows = uint32_t[kTall][2];
 
-// Loads them. Whether a lane of the warp has one above 1: numbers may then need two factors.
-__device__ __forceinline__ bool load_scales(TwoScales& to, const uint8_t* scales, int row, int slot) {
+// A lane's scales of FP4 for a step: of each row two, in the lowest bytes. Whether a lane of the warp has one above 1: then
+// numbers may need two factors.
+__device__ __forceinline__ bool load_scales(OfRows& to, const uint8_t* scales, int row, int part) {
   uint32_t all = 0;
 #pragma unroll
   for (int m = 0; m < kTall; m++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint8_t* from = scales + (row + m * 64 + i * 8) * kStepScales + slot * 2;
+      const uint8_t* from = scales + (row + m * 64 + i * 8) * kStepScales + part * 2;
       all |= to[m][i] = *reinterpret_cast<const uint16_t*>(from);
     }
   return __any_sync(~0u, all & 0x8080);
 }
 
-// What some products multiply: of FP4 all of a warpgroup's tiles, of FP8 one of them, 16 bytes of each row.
-template <typename Shape>
-constexpr int kHeld = Shape::kFp4 ? kTall : 1;
-template <typename Shape>
-using Stored = uint4[kHeld<Shape>][2];
-template <typename Shape>
-using Operands = uint32_t[kHeld<Shape>][4];
+// What some products multiply: of FP4 all of a warpgroup's tiles, of FP8 one of them.
+template <int kHeld>
+using Operands = uint32_t[kHeld][4];
 
 // A row of the weight with a NaN has no other sums.
-template <typename Shape, int kSums>
+template <int kSums>
 __device__ __forceinline__ void spread_nan(float (&sums)[kTall][kSums], const uint32_t (&largest)[kTall][2]) {
 #pragma unroll
   for (int m = 0; m < kTall; m++)
@@ -308,8 +305,8 @@ __device__ __forceinline__ void spread_nan(float (&sums)[kTall][kSums], const ui
     }
 }
 
-template <typename Shape, int kSums>
-__device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, const Lane<Shape>& lane,
+template <int kSums>
+__device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, const Lane& lane,
                                            const float (&sums)[kTall][kSums]) {
   int row = tile.out + lane.row;
   if (call.float_out) {
@@ -346,127 +343,162 @@ __device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, c
     }
 }
 
-// The operands of the next products of FP4, of 16 of k: the first or the last ones of 32, which share a scale. With a large
-// scale, which is seldom, all are made once more.
-template <typename Shape>
-__device__ __forceinline__ void convert(Operands<Shape>& to, const Stored<Shape>& stored, bool last, uint32_t selector,
-                                        const TwoScales& scales, int byte, bool large) {
-  auto each = [&](auto factor_of) {
+// The operands of the next products of FP4: of 16 of k, half of the `word`-th word of each row. A large scale, which is
+// seldom, has a second factor.
+__device__ __forceinline__ void convert(Operands<kTall>& to, const uint4 (&stored)[kTall][2], int product,
+                                        const OfRows& factors, const OfRows& scales, int byte, bool large) {
+#pragma unroll
+  for (int m = 0; m < kTall; m++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint4& x = stored[m][i];
+      uint32_t words[] = {x.x, x.y, x.z, x.w}, word = words[product / 2] >> (product % 2 * 8);
+      to[m][i] = convert_fp4<false>(word, factors[m][i]);
+      to[m][2 + i] = convert_fp4<true>(word, factors[m][i]);
+    }
+  if (!large) return;
+#pragma unroll
+  for (int m = 0; m < kTall; m++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      to[m][i] = multiply_pairs(to[m][i], second_factor(permute(scales[m][i % 2], 0, 0x4440 + byte)));
+}
+
+// A tile's sums of FP4. A lane has 16 bytes of a row at a time, which no other lane has, for eight products of 16 of k: so
+// rows of x have their columns in another order (jax_sparse_mla/serving/quantised_cuda.py, `in_lanes`). The next 16 bytes
+// come while these are multiplied. Products follow each other with two sets of operands: one is converted while the
+// products of the other one are under way. Where more start together, ptxas says that registers are short, and lets none
+// overlap.
+template <int kSums>
+__device__ __forceinline__ void sum_products(const Call& call, Shared<Shape<true>>& shared, const Lane& lane,
+                                             Place<kSteps>& weights_at, Place<kSlots>& x_at, float (&sums)[kTall][kSums]) {
+  Operands<kTall> operands[2];
+  uint4 stored[kTall][2], coming[kTall][2];
+  OfRows scales, factors;
+  int halves = call.k / kLine, thread = threadIdx.x % 32;
+  int used = -1;  // the slot of x that products under way may still read
+  bool large = false;
+
+  wait(&shared.full_weights[weights_at.at], weights_at.phase);
+#pragma unroll
+  for (int m = 0; m < kTall; m++) lane.load(coming[m], shared.weights[weights_at.at], m, lane.part * 2);
+#pragma unroll 1
+  for (int half = 0; half < halves; half++) {
+    bool is_second = half % 2;
+    if (!is_second) large = load_scales(scales, shared.scales[weights_at.at], lane.row, lane.part);
 #pragma unroll
     for (int m = 0; m < kTall; m++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const uint4& x = stored[m][i];
-        uint32_t scale = permute(scales[m][i], 0, 0x4440 + byte), factor = factor_of(scale);
-        to[m][i] = convert_fp4(last ? x.z : x.x, selector, factor);
-        to[m][2 + i] = convert_fp4(last ? x.w : x.y, selector, factor);
+        stored[m][i] = coming[m][i];
+        factors[m][i] = first_factor(permute(scales[m][i], 0, 0x4440 + is_second));
       }
-  };
-  each([](uint32_t scale) { return scale * 0x00800080u + 126 * 0x00800080u; });
-  if (!large) return;
-  each([](uint32_t scale) { return first_factor(scale); });
-#pragma unroll
-  for (int m = 0; m < kTall; m++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      uint32_t second = second_factor(permute(scales[m][i % 2], 0, 0x4440 + byte));
-      to[m][i] = multiply_pairs(to[m][i], second);
+    if (is_second) {  // registers have all of this step
+      __syncwarp();
+      arrive_warp(&shared.free_weights[weights_at.at], thread);
+      weights_at.advance();
     }
+    uint64_t x = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * kProducts; i++) {
+      auto& converted = operands[i % 2];
+      convert(converted, stored, i, factors, scales, is_second, large);
+      if (i % kProducts == 0) {
+        x = by_rows(shared_address(shared.x[x_at.at]));
+        wait(&shared.full_x[x_at.at], x_at.phase);
+      }
+      begin_products();
+#pragma unroll
+      for (int m = 0; m < kTall; m++) multiply_bfloat16(sums[m], converted[m], advance(x, i % kProducts * 32), true);
+      commit_products();
+      wait_products<1>();
+      if (i % kProducts == 0) {
+        if (used >= 0) arrive_warp(&shared.free_x[used], thread);
+        used = x_at.at, x_at.advance();
+      }
+      if (i == kProducts && half + 1 < halves) {
+        if (is_second) wait(&shared.full_weights[weights_at.at], weights_at.phase);
+#pragma unroll
+        for (int m = 0; m < kTall; m++)
+          lane.load(coming[m], shared.weights[weights_at.at], m, lane.part * 2 + !is_second);
+      }
+    }
+  }
+  wait_products<0>();
+  arrive_warp(&shared.free_x[used], thread);
 }
 
-// The sums of a tile. Products of 16 of k follow each other with two sets of operands: one is converted while the products
-// of the other one are under way. Where more start together, ptxas says that registers are short, and lets none overlap.
-template <typename Shape, int kColumns>
-__device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& shared, const Tile& tile,
-                                              const Lane<Shape>& lane, Place<kSteps>& weights_at,
-                                              Place<kSlots>& x_at) {
-  constexpr bool kFp4 = Shape::kFp4;
-  constexpr int kSums = kColumns / 2, kPasses = kTall / kHeld<Shape>;
-  constexpr int kProducts = kXStep / 16;  // of a slot of x
-  float sums[kTall][kSums] = {};
-  uint32_t largest[kTall][2] = {};
-  Operands<Shape> operands[2];
-  int steps = call.k / Shape::kStep, thread = threadIdx.x % 32;
+// Those of FP8, one tile of 64 rows after the other in a step.
+template <int kSums>
+__device__ __forceinline__ void sum_products(const Call& call, Shared<Shape<false>>& shared, const Tile& tile,
+                                             const Lane& lane, Place<kSteps>& weights_at, Place<kSlots>& x_at,
+                                             float (&sums)[kTall][kSums]) {
+  constexpr int kSlotsOfStep = Shape<false>::kSlotsOfStep;
+  uint32_t largest[kTall][2] = {}, selector = selector_of_fp8(lane.part);
+  Operands<1> operands[2];
+  int steps = call.k / Shape<false>::kStep, thread = threadIdx.x % 32;
   Scales scales(call, tile, lane.row), next(call, tile, lane.row);
-  if (!kFp4) next.load(call, 0);
-  int used = -1;  // the slot of x that products under way may still read
-
+  next.load(call, 0);
   for (int step = 0; step < steps; step++) {
     scales = next;
-    if (!kFp4 && step + 1 < steps) next.load(call, step + 1);
+    if (step + 1 < steps) next.load(call, step + 1);
     Place<kSlots> first_x = x_at;
     wait(&shared.full_weights[weights_at.at], weights_at.phase);
     const uint8_t* weights = shared.weights[weights_at.at];
 #pragma unroll
-    for (int pass = 0; pass < kPasses; pass++) {
-      float parts[kFp4 ? 1 : kSums];
+    for (int pass = 0; pass < kTall; pass++) {
+      float parts[kSums];
+      uint4 stored[2][2];
+      lane.load(stored[0], weights, pass, 0);
       x_at = first_x;
-#pragma unroll(kFp4 ? 1 : Shape::kSlotsOfStep)
-      for (int slot = 0; slot < Shape::kSlotsOfStep; slot++, x_at.advance()) {
+#pragma unroll
+      for (int slot = 0; slot < kSlotsOfStep; slot++, x_at.advance()) {
         uint32_t x = shared_address(shared.x[x_at.at]);
-        TwoScales two;
-        bool large = kFp4 && load_scales(two, shared.scales[weights_at.at], lane.row, slot);
-        Stored<Shape> stored;
 #pragma unroll
         for (int i = 0; i < kProducts; i++) {
+          int product = slot * kProducts + i;
           auto& converted = operands[i % 2];
-          if constexpr (kFp4) {
-            if (i % 2 == 0) {
+          if (product + 1 < kSlotsOfStep * kProducts) lane.load(stored[1 - i % 2], weights, pass, product + 1);
 #pragma unroll
-              for (int m = 0; m < kTall; m++) lane.load(stored[m], weights, m, slot * 2 + i / 2);
-            }
-            convert<Shape>(converted, stored, i % 2, lane.selector, two, i / 2, large);
-          } else {
-            lane.load(stored[0], weights, pass, slot * kProducts + i);
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-              const uint4& bytes = stored[0][j];
-              converted[0][j] = convert_fp8(bytes.x, bytes.y, lane.selector, largest[pass][j]);
-              converted[0][2 + j] = convert_fp8(bytes.z, bytes.w, lane.selector, largest[pass][j]);
-            }
+          for (int j = 0; j < 2; j++) {
+            const uint4& bytes = stored[i % 2][j];
+            converted[0][j] = convert_fp8(bytes.x, bytes.y, selector, largest[pass][j]);
+            converted[0][2 + j] = convert_fp8(bytes.z, bytes.w, selector, largest[pass][j]);
           }
           if (i == 0 && pass == 0) wait(&shared.full_x[x_at.at], x_at.phase);
           begin_products();
-#pragma unroll
-          for (int m = 0; m < kHeld<Shape>; m++) {
-            if constexpr (kFp4)
-              multiply_bfloat16(sums[m], converted[m], by_rows(x + i * 32), true);
-            else
-              multiply_bfloat16(parts, converted[m], by_rows(x + i * 32), slot + i > 0);
-          }
+          multiply_bfloat16(parts, converted[0], by_rows(x + i * 32), product > 0);
           commit_products();
           wait_products<1>();
-          if (kFp4 && i == 0 && used >= 0) arrive_warp(&shared.free_x[used], thread);
         }
-        used = x_at.at;
       }
-      if constexpr (!kFp4) {
-        wait_products<0>();
+      wait_products<0>();
 #pragma unroll
-        for (int j = 0; j < kSums; j++) sums[pass][j] = fmaf(parts[j], scales.numbers[pass][j / 2 % 2], sums[pass][j]);
-      }
+      for (int j = 0; j < kSums; j++) sums[pass][j] = fmaf(parts[j], scales.numbers[pass][j / 2 % 2], sums[pass][j]);
     }
     __syncwarp();
     arrive_warp(&shared.free_weights[weights_at.at], thread);
     weights_at.advance();
-    if constexpr (!kFp4) {
-      for (int slot = 0; slot < Shape::kSlotsOfStep; slot++, first_x.advance())
-        arrive_warp(&shared.free_x[first_x.at], thread);
-    }
+    for (int slot = 0; slot < kSlotsOfStep; slot++, first_x.advance()) arrive_warp(&shared.free_x[first_x.at], thread);
   }
-  if constexpr (kFp4) {
-    wait_products<0>();
-    arrive_warp(&shared.free_x[used], thread);
-  } else {
-    spread_nan<Shape>(sums, largest);
-  }
-  store_sums<Shape>(call, tile, lane, sums);
+  spread_nan(sums, largest);
+}
+
+template <typename Shape, int kColumns>
+__device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& shared, const Tile& tile, const Lane& lane,
+                                              Place<kSteps>& weights_at, Place<kSlots>& x_at) {
+  float sums[kTall][kColumns / 2] = {};
+  if constexpr (Shape::kFp4)
+    sum_products(call, shared, lane, weights_at, x_at, sums);
+  else
+    sum_products(call, shared, tile, lane, weights_at, x_at, sums);
+  store_sums(call, tile, lane, sums);
 }
 
 // As many columns as the tile has.
 template <typename Shape, int kColumns>
 __device__ __forceinline__ void multiply_columns(const Call& call, Shared<Shape>& shared, const Tile& tile,
-                                                 const Lane<Shape>& lane, Place<kSteps>& weights_at,
+                                                 const Lane& lane, Place<kSteps>& weights_at,
                                                  Place<kSlots>& x_at) {
   if constexpr (kColumns < kMost)
     if (tile.columns() > kColumns)
@@ -476,7 +508,7 @@ __device__ __forceinline__ void multiply_columns(const Call& call, Shared<Shape>
 
 template <typename Shape>
 __device__ void consume(const Call& call, Shared<Shape>& shared) {
-  Lane<Shape> lane;
+  Lane lane;
   Place<kSteps> weights_at;
   Place<kSlots> x_at;
   for_each_tile(call, shared, [&](const Tile& tile) {
