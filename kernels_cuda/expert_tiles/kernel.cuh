@@ -4,17 +4,18 @@
 // A weight is the first operand of a warpgroup's products and comes from registers, rows of x are the second one's columns
 // and come from shared memory. So the sums of a tile are [rows of the weight, rows of x], and few rows of x make narrow
 // products. A thread block computes one tile after the other. Two producer warps copy into rings of shared memory: one the
-// bytes of weights, 128 of each row in a step, with their scales of FP4, the other x, 64 columns at a time. Two consumer
-// warpgroups have a half each of the weight's rows. What the next products need becomes bfloat16 while those before are
+// bytes of weights, 128 of each row in a step, with their scales of FP4, the other x, 64 columns at a time. Consumer
+// warpgroups share the weight's rows: four of FP4, two of FP8. What the next products need becomes bfloat16 while those before are
 // under way, so there are two sets of converted operands.
 //
 // What binds, in cycles, for 64 rows of a weight, 16 of k and N columns (counted in the machine code, not measured):
 // * Tensor cores take N / 2.
-// * A warp has 8 numbers for each lane and converts them by about 28 instructions, with loads and scales. Of FP4 12 are of
-//   the integer units, which take 2 cycles each, of FP8 16. Both warpgroups share the units: so tensor cores can be busy
-//   from 64 columns on, and 512 bytes of FP4 take 28 cycles, 4.2 TB/s on an H200 at 1.75 GHz.
+// * A warp has 8 numbers for each lane and converts them, with all that is around it, by 30 instructions of FP4 and 35 of
+//   FP8. Warpgroups share the schedulers: so tensor cores can be busy from 64 columns on, and 512 bytes of FP4 take 30
+//   cycles, 4.1 TB/s on an H200 at 1.75 GHz. Two warps of a scheduler reached half of that (measured): one waits for loads,
+//   barriers or products while the other one does too.
 // * Shared memory gives 128 bytes a cycle: x takes N / 4 for the products, and N / 16 to come there; the weight about
-//   5 + 4. So it is busy for 0.8 of the tensor cores' time.
+//   8. So it is busy for 0.8 of the tensor cores' time.
 // * A tile of 256 x 96 reads 328 bytes for each k from the L2: at 500 TFLOP/s 3.3 TB/s.
 //
 // Scales of FP4 multiply the numbers, which is exact; those of FP8 multiply the sums over 128 columns. A tile's sums are
@@ -32,20 +33,15 @@ using namespace sm90;
 using namespace stored_weights;
 using tensor_map::kLine, tensor_map::Tiles;
 
-constexpr int kOut = 256, kMost = 128;  // rows of a weight and of x, the most, of a tile
-constexpr int kWarpgroups = 2;          // that consume
-constexpr int kTall = kOut / 64 / kWarpgroups;  // tiles of 64 rows of a weight that one has
+constexpr int kOut = 256;      // rows of a weight of a tile
 constexpr int kXStep = 64;     // k of a tile of x
 constexpr int kProducts = kXStep / 16;
 constexpr int kGrain = 16;     // columns of a product, and rows of a copied box of x, are a multiple
 constexpr int kStepScales = 2 * kLine / kFp4Group;  // of a row of FP4 in a step
 constexpr int kTogether = 8;   // tiles of columns that read the same tile of a weight one beside the other
 constexpr int kMostExperts = 1024;
-constexpr int kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
-// Of 168 that each thread begins with, or 96.
-constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 112, kProducerRegisters = 24;
-constexpr int kStepBytes = kOut * kLine, kSlotBytes = kMost * kLine;
-constexpr int kSteps = 3, kSlots = 7;  // of the rings
+constexpr int kProducerRegisters = 24;
+constexpr int kStepBytes = kOut * kLine, kSteps = 3;  // of the ring of weights
 
 struct Call {
   CUtensorMap weights, x;  // tiles of 128 bytes of `out` rows, or of kGrain
@@ -63,14 +59,21 @@ struct Shape {
   static constexpr bool kFp4 = kFp4_;
   static constexpr int kStep = kFp4 ? 2 * kLine : kLine;  // k of a step
   static constexpr int kSlotsOfStep = kStep / kXStep;
+  // Of FP4 more warps hide more of each other's latency; sums of FP8 need twice the registers.
+  static constexpr int kWarpgroups = kFp4 ? 4 : 2;         // that consume
+  static constexpr int kTall = kOut / 64 / kWarpgroups;    // tiles of 64 rows of a weight that one has
+  static constexpr int kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
+  static constexpr int kMost = kWarpgroups == 4 ? 96 : 128;  // rows of x of a tile, for which registers have sums
+  static constexpr int kSlotBytes = kMost * kLine, kSlots = kMost == 96 ? 9 : 7;  // of the ring of x
+  static constexpr int kRegisters = kWarpgroups == 2 ? 240 : 112;  // of consumers, of 168 or 96 that each begins with
 };
 
 template <typename Shape>
 struct Shared {
   uint8_t weights[kSteps][kStepBytes];
-  uint8_t x[kSlots][kSlotBytes];
+  uint8_t x[Shape::kSlots][Shape::kSlotBytes];
   uint8_t scales[kSteps][Shape::kFp4 ? kOut * kStepScales : 16];  // of FP4
-  Barrier full_weights[kSteps], free_weights[kSteps], full_x[kSlots], free_x[kSlots];
+  Barrier full_weights[kSteps], free_weights[kSteps], full_x[Shape::kSlots], free_x[Shape::kSlots];
   int first[kMostExperts + 1], begin[kMostExperts + 1];  // each expert's first tile, and its first row of x
 };
 
@@ -112,7 +115,7 @@ __device__ void count_tiles(const Call& call, Shared<Shape>& shared) {
   for (int from = 0; from < call.experts; from += 32) {
     int expert = from + lane, size = 0;
     if (expert < call.experts) size = call.sizes ? max(__ldg(call.sizes + expert), 0) : call.rows;
-    int count = divided_up(size, kMost) * outs, sum = count, end = size;
+    int count = divided_up(size, Shape::kMost) * outs, sum = count, end = size;
     for (int step = 1; step < 32; step *= 2) {
       int before = __shfl_up_sync(~0u, sum, step), rows_before = __shfl_up_sync(~0u, end, step);
       if (lane >= step) sum += before, end += rows_before;
@@ -141,7 +144,7 @@ __device__ __forceinline__ Tile find_tile(const Call& call, const Shared<Shape>&
     (shared.first[middle] <= index ? low : high) = middle;
   }
   int begin = shared.begin[low], size = shared.begin[low + 1] - begin, rest = index - shared.first[low];
-  int parts = divided_up(size, kMost), part_rows = divided_up(divided_up(size, parts), kGrain) * kGrain;
+  int parts = divided_up(size, Shape::kMost), part_rows = divided_up(divided_up(size, parts), kGrain) * kGrain;
   int whole = kTogether * divided_up(call.n, kOut), group = rest / whole;
   rest -= group * whole;
   int together = min(kTogether, parts - group * kTogether), out = rest / together;
@@ -189,7 +192,7 @@ __device__ void copy_weights(const Call& call, Shared<Shape>& shared) {
 // One thread copies x.
 template <typename Shape>
 __device__ void copy_x(const Call& call, Shared<Shape>& shared) {
-  Place<kSlots> place;
+  Place<Shape::kSlots> place;
   for_each_tile(call, shared, [&](const Tile& tile) {
     int columns = tile.columns();
     for (int step = 0; step < call.k / kXStep; step++, place.advance()) {
@@ -227,6 +230,7 @@ __device__ __forceinline__ bool has_nan(uint32_t largest) {
 // --- products ---------------------------------------------------------------------------------------------------
 
 // The rows of a weight that a lane has of a tile: rows 64 m + 8 i further than the first one, i = 0 and 1.
+template <int kTall>
 struct Lane {
   int row, part;  // the first row; which of the four lanes that share a row
 
@@ -245,6 +249,7 @@ struct Lane {
 
 // A lane's scales of FP8: one of each row for a step.
 struct Scales {
+  static constexpr int kTall = Shape<false>::kTall;
   const uint8_t* base;  // of the expert
   int at[kTall][2];
   float numbers[kTall][2];
@@ -270,11 +275,13 @@ struct Scales {
 };
 
 // One of FP4 for each of a lane's rows.
+template <int kTall>
 using OfRows = uint32_t[kTall][2];
 
 // A lane's scales of FP4 for a step: of each row two, in the lowest bytes. Whether a lane of the warp has one above 1: then
 // numbers may need two factors.
-__device__ __forceinline__ bool load_scales(OfRows& to, const uint8_t* scales, int row, int part) {
+template <int kTall>
+__device__ __forceinline__ bool load_scales(OfRows<kTall>& to, const uint8_t* scales, int row, int part) {
   uint32_t all = 0;
 #pragma unroll
   for (int m = 0; m < kTall; m++)
@@ -291,7 +298,7 @@ template <int kHeld>
 using Operands = uint32_t[kHeld][4];
 
 // A row of the weight with a NaN has no other sums.
-template <int kSums>
+template <int kTall, int kSums>
 __device__ __forceinline__ void spread_nan(float (&sums)[kTall][kSums], const uint32_t (&largest)[kTall][2]) {
 #pragma unroll
   for (int m = 0; m < kTall; m++)
@@ -305,8 +312,8 @@ __device__ __forceinline__ void spread_nan(float (&sums)[kTall][kSums], const ui
     }
 }
 
-template <int kSums>
-__device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, const Lane& lane,
+template <int kTall, int kSums>
+__device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, const Lane<kTall>& lane,
                                            const float (&sums)[kTall][kSums]) {
   int row = tile.out + lane.row;
   if (call.float_out) {
@@ -343,10 +350,12 @@ __device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, c
     }
 }
 
-// The operands of the next products of FP4: of 16 of k, half of the `word`-th word of each row. A large scale, which is
-// seldom, has a second factor.
+// The operands of a product of FP4, of 16 of k: a half of one word of each row. A large scale, which is seldom, has a second
+// factor.
+template <int kTall>
 __device__ __forceinline__ void convert(Operands<kTall>& to, const uint4 (&stored)[kTall][2], int product,
-                                        const OfRows& factors, const OfRows& scales, int byte, bool large) {
+                                        const OfRows<kTall>& factors, const OfRows<kTall>& scales, int byte,
+                                        bool large) {
 #pragma unroll
   for (int m = 0; m < kTall; m++)
 #pragma unroll
@@ -369,58 +378,59 @@ __device__ __forceinline__ void convert(Operands<kTall>& to, const uint4 (&store
 // come while these are multiplied. Products follow each other with two sets of operands: one is converted while the
 // products of the other one are under way. Where more start together, ptxas says that registers are short, and lets none
 // overlap.
-template <int kSums>
-__device__ __forceinline__ void sum_products(const Call& call, Shared<Shape<true>>& shared, const Lane& lane,
-                                             Place<kSteps>& weights_at, Place<kSlots>& x_at, float (&sums)[kTall][kSums]) {
+template <int kTall, int kSums>
+__device__ __forceinline__ void sum_products(const Call& call, Shared<Shape<true>>& shared, const Lane<kTall>& lane,
+                                             Place<kSteps>& weights_at, Place<Shape<true>::kSlots>& x_at,
+                                             float (&sums)[kTall][kSums]) {
   Operands<kTall> operands[2];
-  uint4 stored[kTall][2], coming[kTall][2];
-  OfRows scales, factors;
-  int halves = call.k / kLine, thread = threadIdx.x % 32;
+  uint4 stored[2][kTall][2];  // of this half of a step and of the next one
+  OfRows<kTall> scales, factors;
+  int steps = call.k / Shape<true>::kStep, thread = threadIdx.x % 32;
   int used = -1;  // the slot of x that products under way may still read
-  bool large = false;
 
+  auto load = [&](int half) {
+#pragma unroll
+    for (int m = 0; m < kTall; m++) lane.load(stored[half][m], shared.weights[weights_at.at], m, lane.part * 2 + half);
+  };
   wait(&shared.full_weights[weights_at.at], weights_at.phase);
-#pragma unroll
-  for (int m = 0; m < kTall; m++) lane.load(coming[m], shared.weights[weights_at.at], m, lane.part * 2);
+  load(0);
 #pragma unroll 1
-  for (int half = 0; half < halves; half++) {
-    bool is_second = half % 2;
-    if (!is_second) large = load_scales(scales, shared.scales[weights_at.at], lane.row, lane.part);
+  for (int step = 0; step < steps; step++) {
+    bool large = load_scales<kTall>(scales, shared.scales[weights_at.at], lane.row, lane.part);
 #pragma unroll
-    for (int m = 0; m < kTall; m++)
+    for (int half = 0; half < 2; half++) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        stored[m][i] = coming[m][i];
-        factors[m][i] = first_factor(permute(scales[m][i], 0, 0x4440 + is_second));
-      }
-    if (is_second) {  // registers have all of this step
-      __syncwarp();
-      arrive_warp(&shared.free_weights[weights_at.at], thread);
-      weights_at.advance();
-    }
-    uint64_t x = 0;
+      for (int m = 0; m < kTall; m++)
 #pragma unroll
-    for (int i = 0; i < 2 * kProducts; i++) {
-      auto& converted = operands[i % 2];
-      convert(converted, stored, i, factors, scales, is_second, large);
-      if (i % kProducts == 0) {
-        x = by_rows(shared_address(shared.x[x_at.at]));
-        wait(&shared.full_x[x_at.at], x_at.phase);
-      }
-      begin_products();
+        for (int i = 0; i < 2; i++) factors[m][i] = first_factor(permute(scales[m][i], 0, 0x4440 + half));
+      uint64_t x = 0;
 #pragma unroll
-      for (int m = 0; m < kTall; m++) multiply_bfloat16(sums[m], converted[m], advance(x, i % kProducts * 32), true);
-      commit_products();
-      wait_products<1>();
-      if (i % kProducts == 0) {
-        if (used >= 0) arrive_warp(&shared.free_x[used], thread);
-        used = x_at.at, x_at.advance();
-      }
-      if (i == kProducts && half + 1 < halves) {
-        if (is_second) wait(&shared.full_weights[weights_at.at], weights_at.phase);
+      for (int i = 0; i < 2 * kProducts; i++) {
+        auto& converted = operands[i % 2];
+        convert<kTall>(converted, stored[half], i, factors, scales, half, large);
+        if (i % kProducts == 0) {
+          x = by_rows(shared_address(shared.x[x_at.at]));
+          wait(&shared.full_x[x_at.at], x_at.phase);
+        }
+        begin_products();
 #pragma unroll
-        for (int m = 0; m < kTall; m++)
-          lane.load(coming[m], shared.weights[weights_at.at], m, lane.part * 2 + !is_second);
+        for (int m = 0; m < kTall; m++) multiply_bfloat16(sums[m], converted[m], advance(x, i % kProducts * 32), true);
+        commit_products();
+        wait_products<1>();
+        if (i % kProducts == 0) {
+          if (used >= 0) arrive_warp(&shared.free_x[used], thread);
+          used = x_at.at, x_at.advance();
+        }
+        if (i == kProducts && half == 0) load(1);
+        if (i == kProducts && half == 1) {  // registers have all of this step
+          __syncwarp();
+          arrive_warp(&shared.free_weights[weights_at.at], thread);
+          weights_at.advance();
+          if (step + 1 < steps) {
+            wait(&shared.full_weights[weights_at.at], weights_at.phase);
+            load(0);
+          }
+        }
       }
     }
   }
@@ -429,10 +439,10 @@ __device__ __forceinline__ void sum_products(const Call& call, Shared<Shape<true
 }
 
 // Those of FP8, one tile of 64 rows after the other in a step.
-template <int kSums>
+template <int kTall, int kSums>
 __device__ __forceinline__ void sum_products(const Call& call, Shared<Shape<false>>& shared, const Tile& tile,
-                                             const Lane& lane, Place<kSteps>& weights_at, Place<kSlots>& x_at,
-                                             float (&sums)[kTall][kSums]) {
+                                             const Lane<kTall>& lane, Place<kSteps>& weights_at,
+                                             Place<Shape<false>::kSlots>& x_at, float (&sums)[kTall][kSums]) {
   constexpr int kSlotsOfStep = Shape<false>::kSlotsOfStep;
   uint32_t largest[kTall][2] = {}, selector = selector_of_fp8(lane.part);
   Operands<1> operands[2];
@@ -442,7 +452,7 @@ __device__ __forceinline__ void sum_products(const Call& call, Shared<Shape<fals
   for (int step = 0; step < steps; step++) {
     scales = next;
     if (step + 1 < steps) next.load(call, step + 1);
-    Place<kSlots> first_x = x_at;
+    Place<Shape<false>::kSlots> first_x = x_at;
     wait(&shared.full_weights[weights_at.at], weights_at.phase);
     const uint8_t* weights = shared.weights[weights_at.at];
 #pragma unroll
@@ -485,9 +495,10 @@ __device__ __forceinline__ void sum_products(const Call& call, Shared<Shape<fals
 }
 
 template <typename Shape, int kColumns>
-__device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& shared, const Tile& tile, const Lane& lane,
-                                              Place<kSteps>& weights_at, Place<kSlots>& x_at) {
-  float sums[kTall][kColumns / 2] = {};
+__device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& shared, const Tile& tile,
+                                              const Lane<Shape::kTall>& lane, Place<kSteps>& weights_at,
+                                              Place<Shape::kSlots>& x_at) {
+  float sums[Shape::kTall][kColumns / 2] = {};
   if constexpr (Shape::kFp4)
     sum_products(call, shared, lane, weights_at, x_at, sums);
   else
@@ -498,9 +509,9 @@ __device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& s
 // As many columns as the tile has.
 template <typename Shape, int kColumns>
 __device__ __forceinline__ void multiply_columns(const Call& call, Shared<Shape>& shared, const Tile& tile,
-                                                 const Lane& lane, Place<kSteps>& weights_at,
-                                                 Place<kSlots>& x_at) {
-  if constexpr (kColumns < kMost)
+                                                 const Lane<Shape::kTall>& lane, Place<kSteps>& weights_at,
+                                                 Place<Shape::kSlots>& x_at) {
+  if constexpr (kColumns < Shape::kMost)
     if (tile.columns() > kColumns)
       return multiply_columns<Shape, kColumns + kGrain>(call, shared, tile, lane, weights_at, x_at);
   multiply_tile<Shape, kColumns>(call, shared, tile, lane, weights_at, x_at);
@@ -508,34 +519,34 @@ __device__ __forceinline__ void multiply_columns(const Call& call, Shared<Shape>
 
 template <typename Shape>
 __device__ void consume(const Call& call, Shared<Shape>& shared) {
-  Lane lane;
+  Lane<Shape::kTall> lane;
   Place<kSteps> weights_at;
-  Place<kSlots> x_at;
+  Place<Shape::kSlots> x_at;
   for_each_tile(call, shared, [&](const Tile& tile) {
     multiply_columns<Shape, kGrain>(call, shared, tile, lane, weights_at, x_at);
   });
 }
 
 template <typename Shape>
-__global__ void __launch_bounds__(kThreads, 1) expert_tiles_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(Shape::kThreads, 1) expert_tiles_kernel(const __grid_constant__ Call call) {
   Shared<Shape>& shared = *reinterpret_cast<Shared<Shape>*>(tiles_memory());
   if (threadIdx.x == 0) {
-    constexpr int kReaders = kConsumers / 32 * kArrivalsOfWarp;
+    constexpr int kReaders = Shape::kConsumers / 32 * kArrivalsOfWarp;
     for (int i = 0; i < kSteps; i++) init(&shared.full_weights[i], kCopies<Shape>), init(&shared.free_weights[i], kReaders);
-    for (int i = 0; i < kSlots; i++) init(&shared.full_x[i], 1), init(&shared.free_x[i], kReaders);
+    for (int i = 0; i < Shape::kSlots; i++) init(&shared.full_x[i], 1), init(&shared.free_x[i], kReaders);
     fence_barriers();
   }
   if (threadIdx.x / 32 == 1) count_tiles(call, shared);
   __syncthreads();
   int warp = threadIdx.x / 32;
-  if (warp < kConsumers / 32) {
-    grow_registers<kConsumerRegisters>();
+  if (warp < Shape::kConsumers / 32) {
+    grow_registers<Shape::kRegisters>();
     consume(call, shared);
     return;
   }
   shrink_registers<kProducerRegisters>();
-  if (warp == kConsumers / 32) copy_weights(call, shared);
-  if (warp == kConsumers / 32 + 1 && threadIdx.x % 32 == 0) copy_x(call, shared);
+  if (warp == Shape::kConsumers / 32) copy_weights(call, shared);
+  if (warp == Shape::kConsumers / 32 + 1 && threadIdx.x % 32 == 0) copy_x(call, shared);
 }
 
 }  // namespace expert_tiles
