@@ -106,8 +106,9 @@ def many_rows(
 
 
 def in_lanes(x: Any) -> Any:
-    """x `[rows, K]` for FP4 of `expert_tiles`: of 256 columns those of 32 that follow each other are one lane's, and a
-    product of 16 has four of each of four lanes: pairs (j, j + 4) and (j + 1, j + 5) of eight, j even."""
+    """x `[rows, K]`, its columns in the order in which `expert_tiles` multiplies FP4: so that each of the four lanes that
+    share a row has 32 neighbours of every 128, and numbers 16 bits apart in a word make a pair. Place 128 h + 8 i + 2 p + e
+    of 256 has column 64 p + 32 h + 8 (i / 4) + 4 e + i % 4; h and e are 0 or 1, p is a lane, i below 16."""
     return x.reshape(len(x), -1, 4, 8, 2, 4).transpose(0, 1, 3, 5, 2, 4).reshape(x.shape)
 
 

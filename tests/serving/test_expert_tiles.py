@@ -219,6 +219,14 @@ def test_layers_take_it(product, monkeypatch):
 
 
 @pytest.mark.cpu
+def test_the_order_of_lanes():
+    found = quantised_cuda.in_lanes(np.arange(512)[None])[0]
+    h, i, p, e = np.unravel_index(np.arange(256), (2, 16, 4, 2))
+    wanted = 64 * p + 32 * h + 8 * (i // 4) + 4 * e + i % 4
+    np.testing.assert_array_equal(found, np.concatenate([wanted, wanted + 256]))
+
+
+@pytest.mark.cpu
 def test_what_it_serves(monkeypatch):
     """More rows than the kernel of few, of FP8 than Triton's; as many tiles as multiprocessors; sorted rows, SM90."""
 
