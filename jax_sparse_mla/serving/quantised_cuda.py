@@ -106,9 +106,11 @@ def many_rows(
 
 
 def in_lanes(x: Any) -> Any:
-    """x `[rows, K]`, its columns in the order in which `expert_tiles` multiplies FP4: so that each of the four lanes that
-    share a row has 32 neighbours of every 128, and numbers 16 bits apart in a word make a pair. Place 128 h + 8 i + 2 p + e
-    of 256 has column 64 p + 32 h + 8 (i / 4) + 4 e + i % 4; h and e are 0 or 1, p is a lane, i below 16."""
+    """x `[rows, K]`, its columns in the order in which `expert_tiles` multiplies FP4: each of the four lanes that share a
+    row has 64 neighbours of every 256, and numbers 16 bits apart in a word make a pair.
+
+    Place 128 h + 8 i + 2 p + e of 256 has column 64 p + 32 h + 8 (i // 4) + 4 e + i % 4: p is the lane, i below 16.
+    """
     return x.reshape(len(x), -1, 4, 8, 2, 4).transpose(0, 1, 3, 5, 2, 4).reshape(x.shape)
 
 
