@@ -106,7 +106,7 @@ def many_rows(
 
 
 def in_lanes(x: Any) -> Any:
-    """x `[rows, K]`, its columns in the order in which `expert_tiles` multiplies FP4: each of the four lanes that share a
+    """x `[rows, K]`, its columns in the order in which `expert_tiles` multiplies FP4: each of the four lanes of a
     row has 64 neighbours of every 256, and numbers 16 bits apart in a word make a pair.
 
     Place 128 h + 8 i + 2 p + e of 256 has column 64 p + 32 h + 8 (i // 4) + 4 e + i % 4: p is the lane, i below 16.
