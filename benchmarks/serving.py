@@ -34,6 +34,7 @@ from jax_sparse_mla.serving.decoder import StepInputs
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.mesh import REQUESTS, MeshEngine, init_cut_params, new_mesh, parameter_specs
 from jax_sparse_mla.serving.model import Model, Params
+from jax_sparse_mla.serving.options import default_chunk_size
 from jax_sparse_mla.serving.presets import BENCH_CONFIGS
 from jax_sparse_mla.serving.request import Request, Sampling
 from jax_sparse_mla.serving.scheduler import EngineOptions
@@ -271,7 +272,9 @@ def main() -> int:
     made.add_argument("--requests", type=integers, metavar="N,…", help="served at once")
     made.add_argument("--contexts", type=integers, metavar="TOKENS,…", help="of each request")
     made.add_argument("--new-tokens", type=positive_int, metavar="N", help="timed, of each request")
-    made.add_argument("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
+    made.add_argument(
+        "--chunk-size", type=positive_int, metavar="TOKENS", help="of a prefill step; default: as `generate`"
+    )
     made.add_argument("--as-stored", action="store_true", help="weights in FP4 and FP8, as in released checkpoints")
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
     made.add_argument("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help="as of `jax-sparse-mla generate`")
@@ -294,6 +297,7 @@ def main() -> int:
         return 0
     new_tokens, mesh = args.new_tokens or new_tokens, None
     model = Model.from_config(BENCH_CONFIGS[args.preset])
+    args.chunk_size = args.chunk_size or default_chunk_size(model.config)
     try:
         if args.mesh is not None:
             mesh = new_mesh(*args.mesh)

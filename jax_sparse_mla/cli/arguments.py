@@ -19,7 +19,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
     batch = "requests served at once, with --mesh by each share (default: %(default)s)"
     add("--max-batch", type=positive_int, default=8, metavar="N", help=batch)
-    add("--chunk-size", type=positive_int, default=1024, metavar="TOKENS", help="of a prefill step")
+    chunk = "of a prefill step (default: so many that an expert has 128 rows on average, from 1,024 to 8,192)"
+    add("--chunk-size", type=positive_int, metavar="TOKENS", help=chunk)
     stored = "multiply FP8 and FP4 weights out to the embedding's dtype (default: products read them as stored)"
     add("--multiply-out", action="store_true", help=stored)
     add("--kv-cache", choices=("bf16", "fp8"), default="fp8")

@@ -107,7 +107,7 @@ def _run(args: argparse.Namespace, ending: contextlib.ExitStack) -> int:
         ending.callback(check.close)
     from jax_sparse_mla.cli.setup import check_requests, new_setup
     from jax_sparse_mla.serving.memory import NotEnoughMemory
-    from jax_sparse_mla.serving.options import MAX_DRAFTS
+    from jax_sparse_mla.serving.options import MAX_DRAFTS, default_chunk_size
     from jax_sparse_mla.serving.request import Request, Sampling
     from jax_sparse_mla.serving.speculative import DraftOracle
 
@@ -125,6 +125,7 @@ def _run(args: argparse.Namespace, ending: contextlib.ExitStack) -> int:
         with activity.show("starting JAX and loading the model"):
             setup = new_setup(args, check)
         prompt = setup.tokenizer.encode(text)
+        args.chunk_size = args.chunk_size or default_chunk_size(setup.model.config)
         check_requests(args, setup, prompt)
         requests = [
             Request(beginning, args.max_new_tokens, sampling=sampling(args.seed + i), eos_token_ids=setup.eos_token_ids)

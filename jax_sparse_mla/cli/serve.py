@@ -115,6 +115,7 @@ def new_api(args: argparse.Namespace, key: str | None = None, template: str | No
     from jax_sparse_mla.server.text import text_of
     from jax_sparse_mla.serving.adjust import Adjust
     from jax_sparse_mla.serving.model import generation_config
+    from jax_sparse_mla.serving.options import default_chunk_size
     from jax_sparse_mla.serving.presets import DEFAULT_PRESET
     from jax_sparse_mla.serving.start import sized, warm_up
 
@@ -125,6 +126,7 @@ def new_api(args: argparse.Namespace, key: str | None = None, template: str | No
     hook, model = Adjust(), setup.model
     text = text_of(args.model, model.vocab_size, template)  # before what takes long
     reuse = args.reuse_points if args.reuse_points is not None else 0 if model.is_recurrent else 16
+    args.chunk_size = args.chunk_size or default_chunk_size(model.config)
     options = options_of(args, max_batch=args.max_batch, max_len=args.max_len, reuse_points=reuse, logits_hook=hook)
     options = sized(model, setup.params, options, args.memory_share)
     engine = setup.new_engine(options)

@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from jax_sparse_mla.serving.config import Config
     from jax_sparse_mla.serving.sampling import LogitsHook
 
 # A round is one program, in which drafts are made one behind the other: many take minutes and gigabytes to compile.
 MAX_DRAFTS = 32
 
 GATHERED, PAGED = PREFILL_BACKENDS = ("flashmla_sparse", "flashmla_kv")
+
+
+def default_chunk_size(config: Config) -> int:
+    """Rows of a prefill step for a model: so many that an expert has 128 on average, since a step reads all experts'
+    weights, however few rows each has. From 1,024 to 8,192, a power of two."""
+    rows = 128 * config.moe.num_experts // config.moe.top_k
+    return min(max(1024, 1 << (rows - 1).bit_length()), 8192)
 
 
 @dataclasses.dataclass(frozen=True)

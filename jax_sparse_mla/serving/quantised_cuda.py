@@ -119,9 +119,20 @@ def many_rows(
     Args:
       sizes: int32 `[experts]`, how many rows each has, one expert's after the other's; None: the weight is `[N, K]`.
     """
+    if values.shape[-1] < x.shape[-1]:
+        x = in_lanes(x)
     operands = [x, values, scales, *([] if sizes is None else [sizes])]
     arguments = [*map(tvm.Buffer, range(3)), None if sizes is None else tvm.Buffer(3), tvm.Buffer(len(operands))]
     return _call(MANY, "expert_tiles", arguments, operands, x.shape[0], dtype)
+
+
+def in_lanes(x: Any) -> Any:
+    """x `[rows, K]`, its columns in the order in which `expert_tiles` multiplies FP4: each of the four lanes of a
+    row has 64 neighbours of every 256, and numbers 16 bits apart in a word make a pair.
+
+    Place 128 h + 8 i + 2 p + e of 256 has column 64 p + 32 h + 8 (i // 4) + 4 e + i % 4: p is the lane, i below 16.
+    """
+    return x.reshape(len(x), -1, 4, 8, 2, 4).transpose(0, 1, 3, 5, 2, 4).reshape(x.shape)
 
 
 def _call(

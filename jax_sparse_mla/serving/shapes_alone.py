@@ -14,6 +14,7 @@ from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.serving import presets
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.model import Model
+from jax_sparse_mla.serving.options import default_chunk_size
 from jax_sparse_mla.serving.sampling import Choice
 from jax_sparse_mla.serving.scheduler import EngineOptions
 from jax_sparse_mla.serving.start import all_programs
@@ -50,7 +51,8 @@ def served() -> Iterator[ShapesAlone]:
     for config, max_batch in itertools.product(presets.CONFIGS.values(), (1, 8)):
         yield ShapesAlone(config, EngineOptions(max_batch=max_batch, max_len=max_len, trace=True))
     for config in (presets.V4_FLASH_SLICE, presets.V32_SLICE):
-        yield ShapesAlone(config, EngineOptions(), as_stored=True)
+        chunk_size = default_chunk_size(Model.from_config(config).config)
+        yield ShapesAlone(config, EngineOptions(chunk_size=chunk_size), as_stored=True)
 
 
 def trace_served() -> None:

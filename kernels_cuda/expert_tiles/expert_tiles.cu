@@ -17,7 +17,8 @@ namespace expert_tiles {
 extern template void launch<Shape<true>>(Call, Operand, int, cudaStream_t, std::string&);
 extern template void launch<Shape<false>>(Call, Operand, int, cudaStream_t, std::string&);
 
-// x is bfloat16 [rows, k], k a multiple of 256 for FP4 and of 128 for FP8; values uint8 [experts, n, k / 2] of FP4, the
+// x is bfloat16 [rows, k], k a multiple of 256 for FP4 and of 128 for FP8, for FP4 with its columns in the order of lanes
+// (kernel.cuh, `sum_products`); values uint8 [experts, n, k / 2] of FP4, the
 // even value in the low nibble, or [experts, n, k] of FP8, n even; scales UE8M0 bytes [experts, n, k / 32] of FP4, else
 // bytes or float32 [experts, n / a power of two, k / 128]; without experts all have an axis less. sizes is int32 [experts],
 // how many rows each has, one expert's after the other's: rows behind all are not written; or None, without experts. out

@@ -4,17 +4,18 @@
 // A weight is the first operand of a warpgroup's products and comes from registers, rows of x are the second one's columns
 // and come from shared memory. So the sums of a tile are [rows of the weight, rows of x], and few rows of x make narrow
 // products. A thread block computes one tile after the other. Two producer warps copy into rings of shared memory: one the
-// bytes of weights, 128 of each row in a step, with their scales of FP4, the other x, 64 columns at a time. Two consumer
-// warpgroups have a half each of the weight's rows. What the next products need becomes bfloat16 while those before are
+// bytes of weights, 128 of each row in a step, with their scales of FP4, the other x, 64 columns at a time. Consumer
+// warpgroups share the weight's rows: four of FP4, two of FP8. What the next products need becomes bfloat16 while those before are
 // under way, so there are two sets of converted operands.
 //
 // What binds, in cycles, for 64 rows of a weight, 16 of k and N columns (counted in the machine code, not measured):
 // * Tensor cores take N / 2.
-// * A warp has 8 numbers for each lane and converts them by about 28 instructions, with loads and scales. Of FP4 12 are of
-//   the integer units, which take 2 cycles each, of FP8 16. Both warpgroups share the units: so tensor cores can be busy
-//   from 64 columns on, and 512 bytes of FP4 take 28 cycles, 4.2 TB/s on an H200 at 1.75 GHz.
+// * A warp has 8 numbers for each lane and converts them, with all that is around it, by 30 instructions of FP4 and 35 of
+//   FP8. Warpgroups share the schedulers: so tensor cores can be busy from 64 columns on, and 512 bytes of FP4 take 30
+//   cycles, 4.1 TB/s on an H200 at 1.75 GHz. Two warps of a scheduler reached half of that (measured): one waits for loads,
+//   barriers or products while the other one does too.
 // * Shared memory gives 128 bytes a cycle: x takes N / 4 for the products, and N / 16 to come there; the weight about
-//   5 + 4. So it is busy for 0.8 of the tensor cores' time.
+//   8. So it is busy for 0.8 of the tensor cores' time.
 // * A tile of 256 x 96 reads 328 bytes for each k from the L2: at 500 TFLOP/s 3.3 TB/s.
 //
 // Scales of FP4 multiply the numbers, which is exact; those of FP8 multiply the sums over 128 columns. A tile's sums are
@@ -32,17 +33,15 @@ using namespace sm90;
 using namespace stored_weights;
 using tensor_map::kLine, tensor_map::Tiles;
 
-constexpr int kTall = 2;       // tiles of 64 rows of a weight that a consumer warpgroup has
-constexpr int kOut = 128 * kTall, kMost = 128;  // rows of a weight and of x, the most, of a tile
+constexpr int kOut = 256;      // rows of a weight of a tile
 constexpr int kXStep = 64;     // k of a tile of x
+constexpr int kProducts = kXStep / 16;
 constexpr int kGrain = 16;     // columns of a product, and rows of a copied box of x, are a multiple
 constexpr int kStepScales = 2 * kLine / kFp4Group;  // of a row of FP4 in a step
 constexpr int kTogether = 8;   // tiles of columns that read the same tile of a weight one beside the other
 constexpr int kMostExperts = 1024;
-constexpr int kConsumers = 256, kThreads = kConsumers + 128;
-constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;  // of 168 that each thread begins with
-constexpr int kStepBytes = kOut * kLine, kSlotBytes = kMost * kLine;
-constexpr int kSteps = 3, kSlots = 7;  // of the rings
+constexpr int kProducerRegisters = 24;
+constexpr int kStepBytes = kOut * kLine, kSteps = 3;  // of the ring of weights
 
 struct Call {
   CUtensorMap weights, x;  // tiles of 128 bytes of `out` rows, or of kGrain
@@ -60,14 +59,21 @@ struct Shape {
   static constexpr bool kFp4 = kFp4_;
   static constexpr int kStep = kFp4 ? 2 * kLine : kLine;  // k of a step
   static constexpr int kSlotsOfStep = kStep / kXStep;
+  // Of FP4 more warps hide more of each other's latency; sums of FP8 need twice the registers.
+  static constexpr int kWarpgroups = kFp4 ? 4 : 2;         // that consume
+  static constexpr int kTall = kOut / 64 / kWarpgroups;    // tiles of 64 rows of a weight that one has
+  static constexpr int kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
+  static constexpr int kMost = kWarpgroups == 4 ? 96 : 128;  // rows of x of a tile, for which registers have sums
+  static constexpr int kSlotBytes = kMost * kLine, kSlots = kMost == 96 ? 9 : 7;  // of the ring of x
+  static constexpr int kRegisters = kWarpgroups == 2 ? 240 : 112;  // of consumers, of 168 or 96 that each begins with
 };
 
 template <typename Shape>
 struct Shared {
   uint8_t weights[kSteps][kStepBytes];
-  uint8_t x[kSlots][kSlotBytes];
+  uint8_t x[Shape::kSlots][Shape::kSlotBytes];
   uint8_t scales[kSteps][Shape::kFp4 ? kOut * kStepScales : 16];  // of FP4
-  Barrier full_weights[kSteps], free_weights[kSteps], full_x[kSlots], free_x[kSlots];
+  Barrier full_weights[kSteps], free_weights[kSteps], full_x[Shape::kSlots], free_x[Shape::kSlots];
   int first[kMostExperts + 1], begin[kMostExperts + 1];  // each expert's first tile, and its first row of x
 };
 
@@ -109,7 +115,7 @@ __device__ void count_tiles(const Call& call, Shared<Shape>& shared) {
   for (int from = 0; from < call.experts; from += 32) {
     int expert = from + lane, size = 0;
     if (expert < call.experts) size = call.sizes ? max(__ldg(call.sizes + expert), 0) : call.rows;
-    int count = divided_up(size, kMost) * outs, sum = count, end = size;
+    int count = divided_up(size, Shape::kMost) * outs, sum = count, end = size;
     for (int step = 1; step < 32; step *= 2) {
       int before = __shfl_up_sync(~0u, sum, step), rows_before = __shfl_up_sync(~0u, end, step);
       if (lane >= step) sum += before, end += rows_before;
@@ -138,7 +144,7 @@ __device__ __forceinline__ Tile find_tile(const Call& call, const Shared<Shape>&
     (shared.first[middle] <= index ? low : high) = middle;
   }
   int begin = shared.begin[low], size = shared.begin[low + 1] - begin, rest = index - shared.first[low];
-  int parts = divided_up(size, kMost), part_rows = divided_up(divided_up(size, parts), kGrain) * kGrain;
+  int parts = divided_up(size, Shape::kMost), part_rows = divided_up(divided_up(size, parts), kGrain) * kGrain;
   int whole = kTogether * divided_up(call.n, kOut), group = rest / whole;
   rest -= group * whole;
   int together = min(kTogether, parts - group * kTogether), out = rest / together;
@@ -186,7 +192,7 @@ __device__ void copy_weights(const Call& call, Shared<Shape>& shared) {
 // One thread copies x.
 template <typename Shape>
 __device__ void copy_x(const Call& call, Shared<Shape>& shared) {
-  Place<kSlots> place;
+  Place<Shape::kSlots> place;
   for_each_tile(call, shared, [&](const Tile& tile) {
     int columns = tile.columns();
     for (int step = 0; step < call.k / kXStep; step++, place.advance()) {
@@ -201,13 +207,13 @@ __device__ void copy_x(const Call& call, Shared<Shape>& shared) {
 
 // --- numbers ----------------------------------------------------------------------------------------------------
 
-// A lane's two e2m1 numbers of eight in a word, those of byte lane % 4, times 2^-126 and then times `factor`. The products
-// put copies of the byte where both numbers' signs, and then the rest, are in their places.
-__device__ __forceinline__ uint32_t convert_fp4(uint32_t word, uint32_t selector, uint32_t factor) {
-  uint32_t byte = permute(word, 0, selector);
-  return multiply_pairs((byte * 0x01001000u & kSigns) | (byte * 0x00040040u & kFp4Numbers), factor);
+// Two e2m1 numbers of a word, its fifth and first one, or of `odd` ones its sixth and second, times 2^-126 and then times
+// `factor`. The product puts copies of both where their signs, and where the rest, have their places.
+template <bool kOdd>
+__device__ __forceinline__ uint32_t convert_fp4(uint32_t word, uint32_t factor) {
+  uint32_t two = word & (kOdd ? 0x00F000F0u : 0x000F000Fu);
+  return multiply_pairs(two * (kOdd ? 0x104u : 0x1040u) & (kSigns | kFp4Numbers), factor);
 }
-__device__ __forceinline__ uint32_t selector_of_fp4(int part) { return 0x4440 + part; }
 
 // A lane's two e4m3 numbers of eight, each first as both bytes of its half. NaN becomes 480, the largest; `largest` shows it.
 __device__ __forceinline__ uint32_t convert_fp8(uint32_t low, uint32_t high, uint32_t selector, uint32_t& largest) {
@@ -224,15 +230,13 @@ __device__ __forceinline__ bool has_nan(uint32_t largest) {
 // --- products ---------------------------------------------------------------------------------------------------
 
 // The rows of a weight that a lane has of a tile: rows 64 m + 8 i further than the first one, i = 0 and 1.
-template <typename Shape>
+template <int kTall>
 struct Lane {
   int row, part;  // the first row; which of the four lanes that share a row
-  uint32_t selector;
 
   __device__ __forceinline__ Lane() {
     int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     row = warp / 4 * (64 * kTall) + warp % 4 * 16 + lane / 4, part = lane % 4;
-    selector = Shape::kFp4 ? selector_of_fp4(part) : selector_of_fp8(part);
   }
 
   // A chunk of 16 bytes of both rows of a copied tile.
@@ -245,6 +249,7 @@ struct Lane {
 
 // A lane's scales of FP8: one of each row for a step.
 struct Scales {
+  static constexpr int kTall = Shape<false>::kTall;
   const uint8_t* base;  // of the expert
   int at[kTall][2];
   float numbers[kTall][2];
@@ -269,32 +274,31 @@ struct Scales {
   }
 };
 
-// A lane's scales of FP4: two of each row for a slot of x, in the lowest bytes.
-using TwoScales = uint32_t[kTall][2];
+// One of FP4 for each of a lane's rows.
+template <int kTall>
+using OfRows = uint32_t[kTall][2];
 
-// Loads them. Whether a lane of the warp has one above 1: numbers may then need two factors.
-__device__ __forceinline__ bool load_scales(TwoScales& to, const uint8_t* scales, int row, int slot) {
+// A lane's scales of FP4 for a step: of each row two, in the lowest bytes. Whether a lane of the warp has one above 1: then
+// numbers may need two factors.
+template <int kTall>
+__device__ __forceinline__ bool load_scales(OfRows<kTall>& to, const uint8_t* scales, int row, int part) {
   uint32_t all = 0;
 #pragma unroll
   for (int m = 0; m < kTall; m++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint8_t* from = scales + (row + m * 64 + i * 8) * kStepScales + slot * 2;
+      const uint8_t* from = scales + (row + m * 64 + i * 8) * kStepScales + part * 2;
       all |= to[m][i] = *reinterpret_cast<const uint16_t*>(from);
     }
   return __any_sync(~0u, all & 0x8080);
 }
 
-// What some products multiply: of FP4 all of a warpgroup's tiles, of FP8 one of them, 16 bytes of each row.
-template <typename Shape>
-constexpr int kHeld = Shape::kFp4 ? kTall : 1;
-template <typename Shape>
-using Stored = uint4[kHeld<Shape>][2];
-template <typename Shape>
-using Operands = uint32_t[kHeld<Shape>][4];
+// What some products multiply: of FP4 all of a warpgroup's tiles, of FP8 one of them.
+template <int kHeld>
+using Operands = uint32_t[kHeld][4];
 
 // A row of the weight with a NaN has no other sums.
-template <typename Shape, int kSums>
+template <int kTall, int kSums>
 __device__ __forceinline__ void spread_nan(float (&sums)[kTall][kSums], const uint32_t (&largest)[kTall][2]) {
 #pragma unroll
   for (int m = 0; m < kTall; m++)
@@ -308,8 +312,8 @@ __device__ __forceinline__ void spread_nan(float (&sums)[kTall][kSums], const ui
     }
 }
 
-template <typename Shape, int kSums>
-__device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, const Lane<Shape>& lane,
+template <int kTall, int kSums>
+__device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, const Lane<kTall>& lane,
                                            const float (&sums)[kTall][kSums]) {
   int row = tile.out + lane.row;
   if (call.float_out) {
@@ -346,129 +350,168 @@ __device__ __forceinline__ void store_sums(const Call& call, const Tile& tile, c
     }
 }
 
-// The operands of the next products of FP4, of 16 of k: the first or the last ones of 32, which share a scale. With a large
-// scale, which is seldom, all are made once more.
-template <typename Shape>
-__device__ __forceinline__ void convert(Operands<Shape>& to, const Stored<Shape>& stored, bool last, uint32_t selector,
-                                        const TwoScales& scales, int byte, bool large) {
-  auto each = [&](auto factor_of) {
-#pragma unroll
-    for (int m = 0; m < kTall; m++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const uint4& x = stored[m][i];
-        uint32_t scale = permute(scales[m][i], 0, 0x4440 + byte), factor = factor_of(scale);
-        to[m][i] = convert_fp4(last ? x.z : x.x, selector, factor);
-        to[m][2 + i] = convert_fp4(last ? x.w : x.y, selector, factor);
-      }
-  };
-  each([](uint32_t scale) { return scale * 0x00800080u + 126 * 0x00800080u; });
-  if (!large) return;
-  each([](uint32_t scale) { return first_factor(scale); });
+// The operands of a product of FP4, of 16 of k: a half of one word of each row. A large scale, which is seldom, has a second
+// factor.
+template <int kTall>
+__device__ __forceinline__ void convert(Operands<kTall>& to, const uint4 (&stored)[kTall][2], int product,
+                                        const OfRows<kTall>& factors, const OfRows<kTall>& scales, int byte,
+                                        bool large) {
 #pragma unroll
   for (int m = 0; m < kTall; m++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      uint32_t second = second_factor(permute(scales[m][i % 2], 0, 0x4440 + byte));
-      to[m][i] = multiply_pairs(to[m][i], second);
+    for (int i = 0; i < 2; i++) {
+      const uint4& x = stored[m][i];
+      uint32_t words[] = {x.x, x.y, x.z, x.w}, word = words[product / 2] >> (product % 2 * 8);
+      to[m][i] = convert_fp4<false>(word, factors[m][i]);
+      to[m][2 + i] = convert_fp4<true>(word, factors[m][i]);
     }
+  if (!large) return;
+#pragma unroll
+  for (int m = 0; m < kTall; m++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      to[m][i] = multiply_pairs(to[m][i], second_factor(permute(scales[m][i % 2], 0, 0x4440 + byte)));
 }
 
-// The sums of a tile. Products of 16 of k follow each other with two sets of operands: one is converted while the products
-// of the other one are under way. Where more start together, ptxas says that registers are short, and lets none overlap.
-template <typename Shape, int kColumns>
-__device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& shared, const Tile& tile,
-                                              const Lane<Shape>& lane, Place<kSteps>& weights_at,
-                                              Place<kSlots>& x_at) {
-  constexpr bool kFp4 = Shape::kFp4;
-  constexpr int kSums = kColumns / 2, kPasses = kTall / kHeld<Shape>;
-  constexpr int kProducts = kXStep / 16;  // of a slot of x
-  float sums[kTall][kSums] = {};
-  uint32_t largest[kTall][2] = {};
-  Operands<Shape> operands[2];
-  int steps = call.k / Shape::kStep, thread = threadIdx.x % 32;
-  Scales scales(call, tile, lane.row), next(call, tile, lane.row);
-  if (!kFp4) next.load(call, 0);
+// A tile's sums of FP4. A lane has 16 bytes of a row at a time, which no other lane has, for eight products of 16 of k: so
+// rows of x have their columns in another order (jax_sparse_mla/serving/quantised_cuda.py, `in_lanes`). The next 16 bytes
+// come while these are multiplied. Products follow each other with two sets of operands: one is converted while the
+// products of the other one are under way. Where more start together, ptxas says that registers are short, and lets none
+// overlap.
+template <int kTall, int kSums>
+__device__ __forceinline__ void sum_products(const Call& call, Shared<Shape<true>>& shared, const Lane<kTall>& lane,
+                                             Place<kSteps>& weights_at, Place<Shape<true>::kSlots>& x_at,
+                                             float (&sums)[kTall][kSums]) {
+  Operands<kTall> operands[2];
+  uint4 stored[2][kTall][2];  // of this half of a step and of the next one
+  OfRows<kTall> scales, factors;
+  int steps = call.k / Shape<true>::kStep, thread = threadIdx.x % 32;
   int used = -1;  // the slot of x that products under way may still read
 
+  auto load = [&](int half) {
+#pragma unroll
+    for (int m = 0; m < kTall; m++) lane.load(stored[half][m], shared.weights[weights_at.at], m, lane.part * 2 + half);
+  };
+  wait(&shared.full_weights[weights_at.at], weights_at.phase);
+  load(0);
+#pragma unroll 1
+  for (int step = 0; step < steps; step++) {
+    bool large = load_scales<kTall>(scales, shared.scales[weights_at.at], lane.row, lane.part);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int m = 0; m < kTall; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) factors[m][i] = first_factor(permute(scales[m][i], 0, 0x4440 + half));
+      uint64_t x = 0;
+#pragma unroll
+      for (int i = 0; i < 2 * kProducts; i++) {
+        auto& converted = operands[i % 2];
+        convert<kTall>(converted, stored[half], i, factors, scales, half, large);
+        if (i % kProducts == 0) {
+          x = by_rows(shared_address(shared.x[x_at.at]));
+          wait(&shared.full_x[x_at.at], x_at.phase);
+        }
+        begin_products();
+#pragma unroll
+        for (int m = 0; m < kTall; m++) multiply_bfloat16(sums[m], converted[m], advance(x, i % kProducts * 32), true);
+        commit_products();
+        wait_products<1>();
+        if (i % kProducts == 0) {
+          if (used >= 0) arrive_warp(&shared.free_x[used], thread);
+          used = x_at.at, x_at.advance();
+        }
+        if (i == kProducts && half == 0) load(1);
+        if (i == kProducts && half == 1) {  // registers have all of this step
+          __syncwarp();
+          arrive_warp(&shared.free_weights[weights_at.at], thread);
+          weights_at.advance();
+          if (step + 1 < steps) {
+            wait(&shared.full_weights[weights_at.at], weights_at.phase);
+            load(0);
+          }
+        }
+      }
+    }
+  }
+  wait_products<0>();
+  arrive_warp(&shared.free_x[used], thread);
+}
+
+// Those of FP8, one tile of 64 rows after the other in a step.
+template <int kTall, int kSums>
+__device__ __forceinline__ void sum_products(const Call& call, Shared<Shape<false>>& shared, const Tile& tile,
+                                             const Lane<kTall>& lane, Place<kSteps>& weights_at,
+                                             Place<Shape<false>::kSlots>& x_at, float (&sums)[kTall][kSums]) {
+  constexpr int kSlotsOfStep = Shape<false>::kSlotsOfStep;
+  uint32_t largest[kTall][2] = {}, selector = selector_of_fp8(lane.part);
+  Operands<1> operands[2];
+  int steps = call.k / Shape<false>::kStep, thread = threadIdx.x % 32;
+  Scales scales(call, tile, lane.row), next(call, tile, lane.row);
+  next.load(call, 0);
   for (int step = 0; step < steps; step++) {
     scales = next;
-    if (!kFp4 && step + 1 < steps) next.load(call, step + 1);
-    Place<kSlots> first_x = x_at;
+    if (step + 1 < steps) next.load(call, step + 1);
+    Place<Shape<false>::kSlots> first_x = x_at;
     wait(&shared.full_weights[weights_at.at], weights_at.phase);
     const uint8_t* weights = shared.weights[weights_at.at];
 #pragma unroll
-    for (int pass = 0; pass < kPasses; pass++) {
-      float parts[kFp4 ? 1 : kSums];
+    for (int pass = 0; pass < kTall; pass++) {
+      float parts[kSums];
+      uint4 stored[2][2];
+      lane.load(stored[0], weights, pass, 0);
       x_at = first_x;
-#pragma unroll(kFp4 ? 1 : Shape::kSlotsOfStep)
-      for (int slot = 0; slot < Shape::kSlotsOfStep; slot++, x_at.advance()) {
+#pragma unroll
+      for (int slot = 0; slot < kSlotsOfStep; slot++, x_at.advance()) {
         uint32_t x = shared_address(shared.x[x_at.at]);
-        TwoScales two;
-        bool large = kFp4 && load_scales(two, shared.scales[weights_at.at], lane.row, slot);
-        Stored<Shape> stored;
 #pragma unroll
         for (int i = 0; i < kProducts; i++) {
+          int product = slot * kProducts + i;
           auto& converted = operands[i % 2];
-          if constexpr (kFp4) {
-            if (i % 2 == 0) {
+          if (product + 1 < kSlotsOfStep * kProducts) lane.load(stored[1 - i % 2], weights, pass, product + 1);
 #pragma unroll
-              for (int m = 0; m < kTall; m++) lane.load(stored[m], weights, m, slot * 2 + i / 2);
-            }
-            convert<Shape>(converted, stored, i % 2, lane.selector, two, i / 2, large);
-          } else {
-            lane.load(stored[0], weights, pass, slot * kProducts + i);
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-              const uint4& bytes = stored[0][j];
-              converted[0][j] = convert_fp8(bytes.x, bytes.y, lane.selector, largest[pass][j]);
-              converted[0][2 + j] = convert_fp8(bytes.z, bytes.w, lane.selector, largest[pass][j]);
-            }
+          for (int j = 0; j < 2; j++) {
+            const uint4& bytes = stored[i % 2][j];
+            converted[0][j] = convert_fp8(bytes.x, bytes.y, selector, largest[pass][j]);
+            converted[0][2 + j] = convert_fp8(bytes.z, bytes.w, selector, largest[pass][j]);
           }
           if (i == 0 && pass == 0) wait(&shared.full_x[x_at.at], x_at.phase);
           begin_products();
-#pragma unroll
-          for (int m = 0; m < kHeld<Shape>; m++) {
-            if constexpr (kFp4)
-              multiply_bfloat16(sums[m], converted[m], by_rows(x + i * 32), true);
-            else
-              multiply_bfloat16(parts, converted[m], by_rows(x + i * 32), slot + i > 0);
-          }
+          multiply_bfloat16(parts, converted[0], by_rows(x + i * 32), product > 0);
           commit_products();
           wait_products<1>();
-          if (kFp4 && i == 0 && used >= 0) arrive_warp(&shared.free_x[used], thread);
         }
-        used = x_at.at;
       }
-      if constexpr (!kFp4) {
-        wait_products<0>();
+      wait_products<0>();
 #pragma unroll
-        for (int j = 0; j < kSums; j++) sums[pass][j] = fmaf(parts[j], scales.numbers[pass][j / 2 % 2], sums[pass][j]);
-      }
+      for (int j = 0; j < kSums; j++) sums[pass][j] = fmaf(parts[j], scales.numbers[pass][j / 2 % 2], sums[pass][j]);
     }
     __syncwarp();
     arrive_warp(&shared.free_weights[weights_at.at], thread);
     weights_at.advance();
-    if constexpr (!kFp4) {
-      for (int slot = 0; slot < Shape::kSlotsOfStep; slot++, first_x.advance())
-        arrive_warp(&shared.free_x[first_x.at], thread);
-    }
+    for (int slot = 0; slot < kSlotsOfStep; slot++, first_x.advance()) arrive_warp(&shared.free_x[first_x.at], thread);
   }
-  if constexpr (kFp4) {
-    wait_products<0>();
-    arrive_warp(&shared.free_x[used], thread);
-  } else {
-    spread_nan<Shape>(sums, largest);
-  }
-  store_sums<Shape>(call, tile, lane, sums);
+  spread_nan(sums, largest);
+}
+
+template <typename Shape, int kColumns>
+__device__ __forceinline__ void multiply_tile(const Call& call, Shared<Shape>& shared, const Tile& tile,
+                                              const Lane<Shape::kTall>& lane, Place<kSteps>& weights_at,
+                                              Place<Shape::kSlots>& x_at) {
+  float sums[Shape::kTall][kColumns / 2] = {};
+  if constexpr (Shape::kFp4)
+    sum_products(call, shared, lane, weights_at, x_at, sums);
+  else
+    sum_products(call, shared, tile, lane, weights_at, x_at, sums);
+  store_sums(call, tile, lane, sums);
 }
 
 // As many columns as the tile has.
 template <typename Shape, int kColumns>
 __device__ __forceinline__ void multiply_columns(const Call& call, Shared<Shape>& shared, const Tile& tile,
-                                                 const Lane<Shape>& lane, Place<kSteps>& weights_at,
-                                                 Place<kSlots>& x_at) {
-  if constexpr (kColumns < kMost)
+                                                 const Lane<Shape::kTall>& lane, Place<kSteps>& weights_at,
+                                                 Place<Shape::kSlots>& x_at) {
+  if constexpr (kColumns < Shape::kMost)
     if (tile.columns() > kColumns)
       return multiply_columns<Shape, kColumns + kGrain>(call, shared, tile, lane, weights_at, x_at);
   multiply_tile<Shape, kColumns>(call, shared, tile, lane, weights_at, x_at);
@@ -476,34 +519,34 @@ __device__ __forceinline__ void multiply_columns(const Call& call, Shared<Shape>
 
 template <typename Shape>
 __device__ void consume(const Call& call, Shared<Shape>& shared) {
-  Lane<Shape> lane;
+  Lane<Shape::kTall> lane;
   Place<kSteps> weights_at;
-  Place<kSlots> x_at;
+  Place<Shape::kSlots> x_at;
   for_each_tile(call, shared, [&](const Tile& tile) {
     multiply_columns<Shape, kGrain>(call, shared, tile, lane, weights_at, x_at);
   });
 }
 
 template <typename Shape>
-__global__ void __launch_bounds__(kThreads, 1) expert_tiles_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(Shape::kThreads, 1) expert_tiles_kernel(const __grid_constant__ Call call) {
   Shared<Shape>& shared = *reinterpret_cast<Shared<Shape>*>(tiles_memory());
   if (threadIdx.x == 0) {
-    constexpr int kReaders = kConsumers / 32 * kArrivalsOfWarp;
+    constexpr int kReaders = Shape::kConsumers / 32 * kArrivalsOfWarp;
     for (int i = 0; i < kSteps; i++) init(&shared.full_weights[i], kCopies<Shape>), init(&shared.free_weights[i], kReaders);
-    for (int i = 0; i < kSlots; i++) init(&shared.full_x[i], 1), init(&shared.free_x[i], kReaders);
+    for (int i = 0; i < Shape::kSlots; i++) init(&shared.full_x[i], 1), init(&shared.free_x[i], kReaders);
     fence_barriers();
   }
   if (threadIdx.x / 32 == 1) count_tiles(call, shared);
   __syncthreads();
   int warp = threadIdx.x / 32;
-  if (warp < kConsumers / 32) {
-    grow_registers<kConsumerRegisters>();
+  if (warp < Shape::kConsumers / 32) {
+    grow_registers<Shape::kRegisters>();
     consume(call, shared);
     return;
   }
   shrink_registers<kProducerRegisters>();
-  if (warp == kConsumers / 32) copy_weights(call, shared);
-  if (warp == kConsumers / 32 + 1 && threadIdx.x % 32 == 0) copy_x(call, shared);
+  if (warp == Shape::kConsumers / 32) copy_weights(call, shared);
+  if (warp == Shape::kConsumers / 32 + 1 && threadIdx.x % 32 == 0) copy_x(call, shared);
 }
 
 }  // namespace expert_tiles

@@ -22,7 +22,7 @@ void launch(Call call, Operand given, int sms, cudaStream_t stream, std::string&
   auto kernel = expert_tiles_kernel<Shape>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<Shape>);
   if (error == cudaSuccess) {
-    kernel<<<blocks, kThreads, kSharedBytes<Shape>, stream>>>(call);
+    kernel<<<blocks, Shape::kThreads, kSharedBytes<Shape>, stream>>>(call);
     error = cudaGetLastError();
   }
   if (error != cudaSuccess) why = cudaGetErrorString(error);

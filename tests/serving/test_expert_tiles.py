@@ -66,7 +66,8 @@ def _on_the_device(x, weight, sizes=None, dtype="bfloat16", **launch):
 def _on_the_host(library, x, weight, sizes=None, dtype="bfloat16", *, blocks=3, seed=0):
     n, k = weight.shape[-2:]
     out, guard = poisoned((len(x), n), np.dtype(BF16 if dtype == "bfloat16" else dtype))
-    arrays = [aligned(np.asarray(a)) for a in (x, weight.values, weight.scales)]
+    given = quantised_cuda.in_lanes(x) if weight.format is FP4 else x
+    arrays = [aligned(np.asarray(a)) for a in (given, weight.values, weight.scales)]
     arrays += [None if sizes is None else np.asarray(sizes, np.int32)]
     shift, is_float = weight.rows.bit_length() - 1, weight.scales.dtype == jnp.float32
     numbers = len(x), 1 if weight.ndim == 2 else weight.shape[0], n, k, weight.format is FP4, shift, is_float
@@ -195,6 +196,8 @@ def test_layers_take_it(product, monkeypatch):
     def stand_in(x, values, scales, sizes, out):
         form = FP4 if values.shape[-1] < x.shape[-1] else FP8
         forms.append(form)
+        if form is FP4:  # into its own order again
+            x = x[:, np.argsort(quantised_cuda.in_lanes(np.arange(x.shape[1])[None])[0])]
         stored = Quantised(format=form, dtype=np.dtype(BF16), values=values, scales=scales)
         out[...] = pool.submit(product, x, stored, sizes, str(out.dtype)).result()
 
@@ -213,6 +216,14 @@ def test_layers_take_it(product, monkeypatch):
         np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
     pool.shutdown()
     assert forms == [FP8, FP8, FP4, FP4]
+
+
+@pytest.mark.cpu
+def test_the_order_of_lanes():
+    found = quantised_cuda.in_lanes(np.arange(512)[None])[0]
+    h, i, p, e = np.unravel_index(np.arange(256), (2, 16, 4, 2))
+    wanted = 64 * p + 32 * h + 8 * (i // 4) + 4 * e + i % 4
+    np.testing.assert_array_equal(found, np.concatenate([wanted, wanted + 256]))
 
 
 @pytest.mark.cpu
@@ -265,11 +276,16 @@ NEEDED = [
     "wait(&shared.free_weights[place.at], place.phase ^ 1);",
     "arrive_after_copies(full);",
     "wait(&shared.free_x[place.at], place.phase ^ 1);",
-    "wait(&shared.full_weights[weights_at.at], weights_at.phase);",
+    "wait(&shared.full_weights[weights_at.at], weights_at.phase);\n  load(0);",
+    "wait(&shared.full_weights[weights_at.at], weights_at.phase);\n            load(0);",
+    "wait(&shared.full_weights[weights_at.at], weights_at.phase);\n    const",
+    "wait(&shared.full_x[x_at.at], x_at.phase);\n        }",
     "if (i == 0 && pass == 0) wait(&shared.full_x[x_at.at], x_at.phase);",
-    "begin_products();",
-    "wait_products<1>();",
-    "wait_products<0>();\n    arrive_warp(&shared.free_x[used], thread);",
+    "begin_products();\n#pragma",
+    "begin_products();\n          multiply",
+    "wait_products<1>();\n        if",
+    "wait_products<1>();\n        }",
+    "wait_products<0>();\n  arrive_warp(&shared.free_x[used], thread);",
     "wait_products<0>();\n#pragma unroll",
     "__syncthreads();",
 ]

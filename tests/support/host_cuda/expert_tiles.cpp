@@ -16,7 +16,7 @@ static void run(Call& call, const uint16_t* x, const uint8_t* values, int blocks
   set_maps<Shape>(call, x, values, map_of);
   gridDim.x = blocks;
   for (int i = 0; i < blocks; i++)
-    sm90::run(1, kThreads, kSharedBytes<Shape>, [&] { expert_tiles_kernel<Shape>(call); },
+    sm90::run(1, Shape::kThreads, kSharedBytes<Shape>, [&] { expert_tiles_kernel<Shape>(call); },
               [i](int) { blockIdx.x = i; }, seed);
 }
 
