@@ -112,6 +112,15 @@ V4_FLASH_SLICE: Mapping[str, Any] = {
     "index_topk": 512,
     "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
 }
+# All of DeepSeek-V4-Flash: two window layers, then those of ratio 4 and of 128 by turns; three choose experts by token.
+V4_FLASH: Mapping[str, Any] = {
+    **V4_FLASH_SLICE,
+    "num_hidden_layers": 43,
+    "layer_types": ["sliding_attention"] * 2
+    + ["compressed_sparse_attention", "heavily_compressed_attention"] * 20
+    + ["compressed_sparse_attention"],
+    "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 40,
+}
 # Two layers of DeepSeek-V3.2 in their true size, one of them dense.
 V32_SLICE: Mapping[str, Any] = {
     **CONFIGS["v32"],
@@ -129,8 +138,9 @@ V32_SLICE: Mapping[str, Any] = {
     "index_n_heads": 64,
     "index_topk": 2048,
 }
-# The models that benchmarks/serving.py measures: the small ones, and one that is too large for most devices.
-BENCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {**CONFIGS, "v4-flash-slice": V4_FLASH_SLICE}
+# The models that benchmarks/serving.py measures: the small ones, a slice that is too large for most devices, and a
+# model for several, with its weights as stored.
+BENCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {**CONFIGS, "v4-flash-slice": V4_FLASH_SLICE, "v4-flash": V4_FLASH}
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json", "vocab.json")
 
