@@ -34,12 +34,14 @@ def given(rows, hidden, head=False, norm=jnp.float32, scale=1.0):
     return streams.astype(jnp.bfloat16), fn, norm, (out, mixing)
 
 
-def compare(found, expected, name, fewer_casts=False):
+def compare(found, expected, name, joined=False, fewer_casts=False):
     found, expected = (np.asarray(x, np.float32) for x in (found, expected))
     # bfloat16 numbers whose sums are made in another order may be rounded to the next one.
     tolerance = {"rtol": 2**-7, "atol": 2**-7} if name in ("streams", "x") else {"rtol": 1e-4, "atol": 1e-6}
     if fewer_casts:
         tolerance = {"rtol": 0.05, "atol": 0.1}
+    elif joined and name in ("post", "comb"):  # of streams of which some are rounded to the next number
+        tolerance = {"rtol": 5e-3, "atol": 1e-4}
     np.testing.assert_allclose(found, expected, err_msg=name, **tolerance)
     if name in ("streams", "x") and not fewer_casts:
         assert np.mean(found != expected) < 0.02, name
@@ -66,7 +68,7 @@ def test_block_input(rows, hidden, head, joined, norm):
     names = ["streams"] * joined + ["x"] + ["post", "comb"] * (not head)
     wanted = [*expected[:1] * joined, expected[1], *(expected[2] or ())]
     for name, mine, theirs in zip(names, found, wanted, strict=True):
-        compare(mine.float().cpu(), theirs, name)
+        compare(mine.float().cpu(), theirs, name, joined)
     if not head:
         np.testing.assert_allclose(found[-1].cpu().sum(1), 1, atol=1e-3)  # of columns, which are divided last
 
@@ -117,4 +119,4 @@ def test_jax_runs_the_kernels(rows, joined):
     expected = jax.tree.leaves(hyper_connections._block_input(*on_host, CONFIG, NORM_EPS))
     for name, mine, theirs in zip(("streams", "x", "post", "comb"), jax.tree.leaves(found), expected, strict=True):
         # XLA joins many rows, and rounds less.
-        compare(mine, theirs, name, fewer_casts=rows > 64)
+        compare(mine, theirs, name, joined, fewer_casts=rows > 64)
