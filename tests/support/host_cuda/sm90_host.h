@@ -592,9 +592,7 @@ inline void send(uint32_t to, uint4 x, uint32_t barrier) {
 }  // namespace sm90
 
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) { return sm90::permute(x, y, selector & 0x7777); }
-inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
-  return bits_as<__nv_bfloat162>(sm90::rounded({x, y}));
-}
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return bits_as<__nv_bfloat162>(sm90::rounded({x, y})); }
 template <typename T>
 T __ldg(const T* from) {
   sm90::require_readable(from, sizeof(T));
