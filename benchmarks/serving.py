@@ -297,7 +297,7 @@ def main() -> int:
         return 0
     new_tokens, mesh = args.new_tokens or new_tokens, None
     model = Model.from_config(BENCH_CONFIGS[args.preset])
-    args.chunk_size = args.chunk_size or default_chunk_size(model.config)
+    args.chunk_size = args.chunk_size or default_chunk_size(model.config, max(args.contexts or contexts))
     try:
         if args.mesh is not None:
             mesh = new_mesh(*args.mesh)

@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace, ending: contextlib.ExitStack) -> int:
         with activity.show("starting JAX and loading the model"):
             setup = new_setup(args, check)
         prompt = setup.tokenizer.encode(text)
-        args.chunk_size = args.chunk_size or default_chunk_size(setup.model.config)
+        args.chunk_size = args.chunk_size or default_chunk_size(setup.model.config, args.requests * len(prompt))
         check_requests(args, setup, prompt)
         requests = [
             Request(beginning, args.max_new_tokens, sampling=sampling(args.seed + i), eos_token_ids=setup.eos_token_ids)

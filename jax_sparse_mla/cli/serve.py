@@ -126,7 +126,7 @@ def new_api(args: argparse.Namespace, key: str | None = None, template: str | No
     hook, model = Adjust(), setup.model
     text = text_of(args.model, model.vocab_size, template)  # before what takes long
     reuse = args.reuse_points if args.reuse_points is not None else 0 if model.is_recurrent else 16
-    args.chunk_size = args.chunk_size or default_chunk_size(model.config)
+    args.chunk_size = args.chunk_size or default_chunk_size(model.config, args.max_batch * args.max_len)
     options = options_of(args, max_batch=args.max_batch, max_len=args.max_len, reuse_points=reuse, logits_hook=hook)
     options = sized(model, setup.params, options, args.memory_share)
     engine = setup.new_engine(options)

@@ -102,8 +102,8 @@ def index_logits(
 
     The formula is that of SGLang and DeepGEMM (paged MQA logits). Products are exact, sums are float32, and an array
     `[rows, heads, columns]` is never made, nor for the gradient in q and weights, which `indexer/gradient.py` computes;
-    for training `contiguous_index_logits` has one in the keys too. On an NVIDIA GPU a
-    kernel serves float8_e4m3fn queries on the FP8 tensor cores. Those of Hopper keep about 14 bits of a sum of
+    for training `contiguous_index_logits` has one in the keys too. The gradient is of reverse mode alone. On an NVIDIA
+    GPU a kernel serves float8_e4m3fn queries on the FP8 tensor cores. Those of Hopper keep about 14 bits of a sum of
     products: the error is within 2^-12 of the sum of the magnitudes of a logit's terms. Over FP4 keys it serves
     bfloat16 queries too, by FP8 products of e5m2 numbers where these hold keys and queries, otherwise by bfloat16 ones.
 

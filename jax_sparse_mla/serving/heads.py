@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_sparse_mla.launch.dispatch import use_triton
-from jax_sparse_mla.launch.transforms import KernelCall
+from jax_sparse_mla.launch.transforms import KernelCall, differentiated_as
 from jax_sparse_mla.launch.triton_call import launching
 from jax_sparse_mla.rope import rope_interleaved
 from jax_sparse_mla.serving.layers import normalised
@@ -39,7 +39,8 @@ def normed_and_rotated(
       x: `[T, columns]`.
       positions: int32 `[T]`.
       inv_freq: float32 `[rope_dim / 2]`.
-      weights: float32 `[dim]` of each part's norm, or none; a product is rounded once, as V4's are.
+      weights: float32 `[dim]` of each part's norm, or none; a product is rounded once, as V4's are. A part that is not
+        normed has no use for its weight.
       parts: one or two.
 
     Returns:
@@ -54,7 +55,7 @@ def normed_and_rotated(
 
     if x.dtype != jnp.bfloat16 or x.shape[0] == 0 or not use_triton():
         return plain(x, positions, inv_freq, *weights)
-    return KernelCall(kernel, plain, name="normed_and_rotated")(x, positions, inv_freq, *weights)
+    return differentiated_as(KernelCall(kernel, plain), plain)(x, positions, inv_freq, *weights)
 
 
 def _part(x, positions, inv_freq, weight: jax.Array | None, part: Part, eps: float) -> jax.Array:

@@ -90,4 +90,4 @@ def normed_and_rotated(
     launch = Launch(
         normed_and_rotated_kernel, "normed_and_rotated", (rows, blocks), (stride, eps), [*outputs, *absent], named
     )
-    return execute(launch, (x, positions, inv_freq, *(weights or (None, None))))[: len(parts)]
+    return execute(launch, (x, positions, inv_freq, *(*weights, None, None)[:2]))[: len(parts)]

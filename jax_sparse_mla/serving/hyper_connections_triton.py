@@ -6,8 +6,8 @@ the streams once and multiplies them by the weights of the mixing; the second on
 mixing's weights to the block's norm.
 
 A number of float32 is the sum of three of bfloat16, and products of these with streams are exact in float32. So tensor
-cores multiply streams by float32 weights, without rounding them. Sums over channels are made in one order, whatever
-rows are beside a row.
+cores multiply streams by float32 weights, without rounding them. The first kernel's sums over channels are made in
+one order, whatever rows are beside a row.
 """
 
 from __future__ import annotations

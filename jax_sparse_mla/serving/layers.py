@@ -148,7 +148,7 @@ def swiglu_product(
 
     Args:
       by_xla: the same as `product`, without kernels.
-      static: of `quantised_cuda.product`.
+      static: of `quantised_cuda.chosen`.
     """
     if takes_swiglu(gate_up, down, *which, **static):
 

@@ -17,11 +17,11 @@ MAX_DRAFTS = 32
 GATHERED, PAGED = PREFILL_BACKENDS = ("flashmla_sparse", "flashmla_kv")
 
 
-def default_chunk_size(config: Config) -> int:
-    """Rows of a prefill step for a model: so many that an expert has 128 on average, since a step reads all experts'
-    weights, however few rows each has. From 1,024 to 8,192, a power of two."""
-    rows = 128 * config.moe.num_experts // config.moe.top_k
-    return min(max(1024, 1 << (rows - 1).bit_length()), 8192)
+def default_chunk_size(config: Config, tokens: int) -> int:
+    """Rows of a prefill step for a model and so many tokens of all requests at once: so many that an expert has 128 on
+    average, since a step reads all experts' weights, however few rows each has. From 1,024 to 8,192, a power of two."""
+    rows = min(128 * config.moe.num_experts // config.moe.top_k, tokens)
+    return min(max(1024, 1 << max(0, rows - 1).bit_length()), 8192)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,9 +44,6 @@ class NormParams:
     ffn_norm: jax.Array  # before the MLP, likewise
     router_bias: jax.Array  # float32 `[experts]`; zeros in a layer without a router or with a table of experts
     latent: LatentNorms | None = None  # None for GLM-5.3, whose layers have no common form
-    affines: jax.Array | None = (
-        None  # float32 `[2, 32]`, `hyper_connections.affine` before attention and before the MLP
-    )
 
 
 @pytree_dataclass

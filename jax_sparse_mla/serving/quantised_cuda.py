@@ -32,7 +32,7 @@ MANY = Backend(
 )
 
 # Rows of a weight, on average, up to which the kernel of few rows serves, but for FP8 rows that are sorted by expert.
-# On an H200 it takes 0.6 of Triton's time with 6 rows of FP4.
+# On an H200 it was sooner than the kernel of many rows with 6 rows of FP4, and later with 12.
 MOST_ROWS = 8
 # FP8 rows of an expert, on average, from which on the kernel of many rows is sooner than Triton's.
 FROM_ROWS = 24
@@ -74,7 +74,8 @@ def chosen(
         return partial(few_rows, sizes=sizes, dtype=dtype, gated=gated, limit=limit)
     many = sizes and not gated and experts <= MOST_EXPERTS and weight.shape[-2] % 2 == 0
     many &= rows >= FROM_ROWS * experts or weight.format.per_byte == 2
-    # Where fewer tiles are certain than there are multiprocessors, Triton's smaller ones keep more of them busy.
+    # Where rows that are spread over experts have fewer tiles than there are multiprocessors, Triton's smaller ones
+    # keep more of these busy.
     many &= min(rows, experts) * -(-weight.shape[-2] // OUT) >= device.sm_count
     if many and MANY.missing("expert_tiles", "jax", device) is None:
         return partial(many_rows, dtype=dtype)
@@ -110,20 +111,19 @@ def many_rows(
     x: jax.Array,
     values: jax.Array,
     scales: jax.Array,
-    sizes: jax.Array | None = None,
+    sizes: jax.Array,
     *,
     dtype: str = "bfloat16",
 ) -> jax.Array:
-    """As `quantised_triton.product`, of x in its own order, of rows that are sorted by expert, or of one weight.
+    """As `quantised_triton.product`, of x in its own order, of rows that are sorted by expert.
 
     Args:
-      sizes: int32 `[experts]`, how many rows each has, one expert's after the other's; None: the weight is `[N, K]`.
+      sizes: int32 `[experts]`, how many rows each has, one expert's after the other's.
     """
     if values.shape[-1] < x.shape[-1]:
         x = in_lanes(x)
-    operands = [x, values, scales, *([] if sizes is None else [sizes])]
-    arguments = [*map(tvm.Buffer, range(3)), None if sizes is None else tvm.Buffer(3), tvm.Buffer(len(operands))]
-    return _call(MANY, "expert_tiles", arguments, operands, x.shape[0], dtype)
+    operands = [x, values, scales, sizes]
+    return _call(MANY, "expert_tiles", list(map(tvm.Buffer, range(5))), operands, x.shape[0], dtype)
 
 
 def in_lanes(x: Any) -> Any:

@@ -71,6 +71,7 @@ def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     # One pass: XLA makes two launches of it, and two more of each further reduction.
     none = jnp.float32(-jnp.inf), jnp.int32(logits.shape[1]), jnp.float32(-jnp.inf), jnp.bool(True)
     best, tokens, second, finite = lax.reduce(parts, none, _better, (1,))
+    tokens = jnp.minimum(tokens, logits.shape[1] - 1)  # NaN may leave none
     return tokens, (best - second) / jnp.maximum(jnp.abs(best), jnp.finfo(jnp.float32).tiny), finite
 
 

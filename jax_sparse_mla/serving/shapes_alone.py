@@ -51,7 +51,9 @@ def served() -> Iterator[ShapesAlone]:
     for config, max_batch in itertools.product(presets.CONFIGS.values(), (1, 8)):
         yield ShapesAlone(config, EngineOptions(max_batch=max_batch, max_len=max_len, trace=True))
     for config in (presets.V4_FLASH_SLICE, presets.V32_SLICE):
-        chunk_size = default_chunk_size(Model.from_config(config).config)
+        chunk_size = default_chunk_size(
+            Model.from_config(config).config, EngineOptions.max_batch * EngineOptions.max_len
+        )
         yield ShapesAlone(config, EngineOptions(chunk_size=chunk_size), as_stored=True)
 
 

@@ -426,7 +426,7 @@ def _choose(program: Program, logits, positions, requests, outputs=None):
             logits = program.hook(logits, Adjusting(parameters=given, counts=outputs, temperature=temperature))
         tokens, margins, finite = sample(logits, positions, params, cut=program.choice >= Choice.TOP_P)
         if program.hook is not None:  # which may forbid tokens by −inf
-            finite = jnp.isfinite(own).all(-1)
+            finite = jnp.isfinite(own).all(-1) & ~jnp.isnan(logits).any(-1)
     if program.choice is Choice.ALL:
         value, top, values = log_probs(own, tokens, MOST_LOGPROBS)
         bits = [lax.bitcast_convert_type(x, jnp.int32) for x in (value[:, None], values)]

@@ -98,7 +98,7 @@ fault("indexer-weights", "the heads' weights are left out of the logits",
       "jnp.sum(scores * weights[row][:, None], axis=0)", "jnp.sum(scores, axis=0)")
 fault("indexer-relu", "negative scores count", "jnp.where(scores <= 0, 0.0, scores)", "scores")
 fault("indexer-length", "a key past the row's length has a logit",
-      "(position < lengths[row])", "(position <= lengths[row])")
+      "jnp.arange(columns, dtype=jnp.int32) < length)", "jnp.arange(columns, dtype=jnp.int32) <= length)")
 fault("indexer-hadamard", "the transform is another orthogonal matrix",
       "[[matrix, matrix], [matrix, -matrix]]", "[[matrix, matrix], [-matrix, matrix]]")
 fault("indexer-scale-place", "the scales of a page's keys begin a key too early",

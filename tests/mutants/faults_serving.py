@@ -187,11 +187,26 @@ fault("kda-convolution", "the short convolution's weights are in reverse",
 fault("kda-fresh", "a new request begins with the state of the one before", "fresh=first == 0", "fresh=first == -2")
 fault = of("jax_sparse_mla/serving/hyper_connections_triton.py", "tests/serving/test_hyper_connections_triton.py")
 fault("triton-hyper-connections", "Triton hyper-connections: one iteration too many",
-      "range(ITERATIONS - 1)", "range(ITERATIONS)")
+      "range(ITERATIONS)", "range(ITERATIONS + 1)")
 fault = of("jax_sparse_mla/serving/quantised.py", "tests/serving/test_quantised.py")
 fault("quantised-fp8", "FP8 weights are divided by their scales", "(values * scales)", "(values / scales)")
 fault("quantised-part", "a part of a quantised weight has the first rows' scales",
       "scales[start // rows : stop // rows]", "scales[: (stop - start) // rows]")
+fault = of("jax_sparse_mla/serving/hyper_connections_triton.py", "tests/serving/test_hyper_connections_triton.py")
+fault("streams-mixing-rows", "streams mix by the transposed matrix",
+      "comb_ptr + t * (N * N) + i * N + j", "comb_ptr + t * (N * N) + j * N + i")
+fault("streams-weights-rounded", "the mixing's weights are two bfloat16 numbers",
+      "tl.static_range(3)", "tl.static_range(2)")
+fault("streams-norm-rounding", "a bfloat16 norm is applied before rounding",
+      "norm_ptr.dtype.element_ty == tl.bfloat16", "N == 0")
+fault = of("jax_sparse_mla/serving/heads_triton.py", "tests/serving/test_heads_triton.py")
+fault("heads-pairs", "a head's first channels are rotated", "- (DIM - ROPE_DIM) // 2", "+ 0")
+fault("heads-rounding", "a head is not rounded before it is rotated",
+      "        x = x.to(tl.bfloat16).to(tl.float32)\n    if ROPE_DIM", "    if ROPE_DIM")
+fault = of("jax_sparse_mla/serving/sampling.py", "tests/serving/test_sampling.py")
+fault("greedy-second", "a margin is the distance from the best of the other half",
+      "jnp.maximum(jnp.minimum(x, y), ", "jnp.maximum(x * 0 - jnp.inf, ")
+fault("greedy-finite", "one logit that is finite is enough", "x_finite & y_finite", "x_finite | y_finite")
 fault = of("jax_sparse_mla/serving/quantised_triton.py", "tests/serving/test_quantised_triton.py")
 fault("quantised-scale-rows", "every scale of FP8 is taken for 128 rows", "n // SCALE_ROWS", "n // 128")
 fault = of("jax_sparse_mla/serving/quantised_cuda.py", "tests/serving/test_expert_rows.py")
@@ -326,7 +341,7 @@ fault = of("interop/sparse_mla_torch/plugins/short_prefill.py", "tests/torch_fac
 fault("short-prefill-override", "a backend that is named for prefill is not asked",
       'override_of("prefill") is not None or ', "")
 fault = of("interop/sparse_mla_torch/transformers/v4.py", "tests/torch_face/test_transformers.py")
-fault("use-sink", "transformers' V4 attends without its sink", "self.scaling, self.sinks.float())", "self.scaling)")
+fault("use-sink", "transformers' V4 attends without its sink", "self.scaling, seen, self.sinks.float())", "self.scaling, seen)")
 fault("use-window", "transformers' V4: the window has a token more",
       "torch.arange(self.sliding_window, device", "torch.arange(self.sliding_window + 1, device")
 fault("use-window-start", "transformers' V4: a chunk's window begins at the first token that the cache keeps, too late",
@@ -334,19 +349,20 @@ fault("use-window-start", "transformers' V4: a chunk's window begins at the firs
 fault("use-overlap", "transformers' V4: an entry takes the window before it from the same window",
       "x[:, :-1, :, :dim]), 1)", "x[:, 1:, :, :dim]), 1)")
 fault("use-one-query", "transformers' V4: one query sees the entries of its position",
-      "if not selects and num_rows == 1:", "if False:")
+      "sees_all = num_rows == 1 and", "sees_all = False and")
 fault = of("interop/sparse_mla_torch/transformers/select.py", "tests/torch_face/test_transformers.py")
-fault("use-all-entries", "all entries are attended to, whatever is selected",
-      "    if columns <= topk:\n", "    if True:\n")
-fault("use-padding", "padding is selected", "logits.masked_fill_(~seen[:, None], -torch.inf)", "pass")
+fault("use-padding", "padding is selected", "logits[..., : tokens.shape[1]].masked_fill_(~tokens[:, None], -torch.inf)", "pass")
 fault("use-future", "a query attends to the token behind it",
       "(indices >= 0) & (indices < lengths[..., None])", "(indices >= 0) & (indices <= lengths[..., None])")
 fault("use-batch", "rows of a batch attend to the first one's keys",
-      "torch.where(indices < 0, -1, indices + first[:, None, None])", "indices")
+      "torch.where(indices < 0, -1, indices + first)\n    tensors", "indices\n    tensors")
 fault = of("interop/sparse_mla_torch/transformers/dsa.py", "tests/torch_face/test_transformers.py")
-fault("use-past", "a chunk forgets the tokens before it", "dtype=torch.int32) + seen.past", "dtype=torch.int32)")
+fault("use-all-entries", "all entries are attended to, whatever is selected",
+      "        if count <= indexer.index_topk:\n", "        if True:\n")
+fault("use-past", "a chunk forgets the tokens before it", "start, stop = block.start + 1 + seen.past, block.stop + 1 + seen.past",
+      "start, stop = block.start + 1, block.stop + 1")
 fault("use-rotary", "a block's queries turn as the first block's do",
-      "turn = tuple(x[:, block] for x in rotary)", "turn = tuple(x[:, : block.stop - block.start] for x in rotary)")
+      "of_block = table[:, block]", "of_block = table[:, : block.stop - block.start]")
 fault("use-shared", "GLM-5: a layer that shares attends to the first block's selection", "shared[:, block]",
       "shared[:, : block.stop - block.start]")
 fault = of("interop/sparse_mla_torch/layers.py", "tests/torch_face/test_torch_layers.py")

@@ -34,7 +34,8 @@ def test_greedy_finds_what_is_not_finite(odd):
     rows[[0, 4, 8], [0, 1234, 2999]] = odd
     tokens, _, finite = jax.jit(greedy)(rows)
     assert finite.tolist() == [i not in (0, 4, 8) for i in range(9)]
-    assert (tokens[1:4] == rows[1:4].argmax(-1)).all()
+    assert (tokens[1:4] == rows[1:4].argmax(-1)).all() and ((tokens >= 0) & (tokens < 3000)).all()
+    assert (jax.jit(greedy)(np.full((2, 7), np.nan, np.float32))[0] < 7).all()
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.7, 0.05])
