@@ -31,10 +31,10 @@ constexpr int kMostNamed = 1024;  // rows that name an expert each
 constexpr int kMostTiles = 16;    // of a thread block, which has at most so many steps of them
 constexpr int kMostSteps = 128;
 
-// Which weight a row takes: there is one; each row names its expert; or rows are sorted, so many of each expert.
 // Warps of a thread block: two blocks share a multiprocessor, or there is room for one.
 constexpr int kFewWarps = 8, kManyWarps = 16;
 
+// Which weight a row takes: there is one; each row names its expert; or rows are sorted, so many of each expert.
 enum Which { kOne, kEach, kSorted };
 
 struct Call {

@@ -341,7 +341,8 @@ fault = of("interop/sparse_mla_torch/plugins/short_prefill.py", "tests/torch_fac
 fault("short-prefill-override", "a backend that is named for prefill is not asked",
       'override_of("prefill") is not None or ', "")
 fault = of("interop/sparse_mla_torch/transformers/v4.py", "tests/torch_face/test_transformers.py")
-fault("use-sink", "transformers' V4 attends without its sink", "self.scaling, seen, self.sinks.float())", "self.scaling, seen)")
+fault("use-sink", "transformers' V4 attends without its sink",
+      "self.scaling, seen, self.sinks.float())", "self.scaling, seen)")
 fault("use-window", "transformers' V4: the window has a token more",
       "torch.arange(self.sliding_window, device", "torch.arange(self.sliding_window + 1, device")
 fault("use-window-start", "transformers' V4: a chunk's window begins at the first token that the cache keeps, too late",
@@ -351,7 +352,8 @@ fault("use-overlap", "transformers' V4: an entry takes the window before it from
 fault("use-one-query", "transformers' V4: one query sees the entries of its position",
       "sees_all = num_rows == 1 and", "sees_all = False and")
 fault = of("interop/sparse_mla_torch/transformers/select.py", "tests/torch_face/test_transformers.py")
-fault("use-padding", "padding is selected", "logits[..., : tokens.shape[1]].masked_fill_(~tokens[:, None], -torch.inf)", "pass")
+fault("use-padding", "padding is selected",
+      "logits[..., : tokens.shape[1]].masked_fill_(~tokens[:, None], -torch.inf)", "pass")
 fault("use-future", "a query attends to the token behind it",
       "(indices >= 0) & (indices < lengths[..., None])", "(indices >= 0) & (indices <= lengths[..., None])")
 fault("use-batch", "rows of a batch attend to the first one's keys",
@@ -359,7 +361,8 @@ fault("use-batch", "rows of a batch attend to the first one's keys",
 fault = of("interop/sparse_mla_torch/transformers/dsa.py", "tests/torch_face/test_transformers.py")
 fault("use-all-entries", "all entries are attended to, whatever is selected",
       "        if count <= indexer.index_topk:\n", "        if True:\n")
-fault("use-past", "a chunk forgets the tokens before it", "start, stop = block.start + 1 + seen.past, block.stop + 1 + seen.past",
+fault("use-past", "a chunk forgets the tokens before it",
+      "start, stop = block.start + 1 + seen.past, block.stop + 1 + seen.past",
       "start, stop = block.start + 1, block.stop + 1")
 fault("use-rotary", "a block's queries turn as the first block's do",
       "of_block = table[:, block]", "of_block = table[:, : block.stop - block.start]")
