@@ -178,15 +178,18 @@ def _block_input(
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def last_rows(config: Config, head: HeadParams, streams: Streams) -> jax.Array:
-    """`[T, hidden]`, from which logits are made: V4's head joins the streams, GLM-5.3 takes their mean."""
+def last_rows(config: Config, head: HeadParams, streams: Streams) -> tuple[jax.Array, jax.Array]:
+    """`[T, hidden]`, from which logits are made: V4's head joins the streams, GLM-5.3 takes their mean; and what a
+    draft layer reads of each row: V4's streams, of other models the same rows."""
     if head.fn is not None:
         options = {"config": config.streams, "norm_eps": config.norm_eps}
-        return hyper_connections.block_input(streams.rows, head.fn, head.norm, streams.before, **options)[1]
+        rows, hidden, _ = hyper_connections.block_input(streams.rows, head.fn, head.norm, streams.before, **options)
+        return hidden, rows
     rows = streams.joined()
     if config.streams is not None:
         rows = jnp.mean(rows.astype(jnp.float32), axis=1).astype(rows.dtype)
-    return rms_norm(rows, head.norm, config.norm_eps)
+    hidden = rms_norm(rows, head.norm, config.norm_eps)
+    return hidden, hidden
 
 
 def logits(params: ModelParams, hidden: jax.Array) -> jax.Array:

@@ -119,7 +119,7 @@ def propose(
         streams = after_attention(config, stage.weights, stage.norms, streams, out, mixing, block)
     rows = streams.joined()
     rows = rows.reshape(n, size, *rows.shape[1:])[:, :count]
-    hidden = last_rows(config, params.draft.head, Streams(rows.reshape(n * count, *rows.shape[2:])))
+    hidden, _ = last_rows(config, params.draft.head, Streams(rows.reshape(n * count, *rows.shape[2:])))
     of_block, drafts = logits(params, hidden).reshape(n, count, -1), []
     for i in range(count):
         from_before = matmul(params.draft.markov_rows[tokens], params.draft.markov_logits)

@@ -204,15 +204,14 @@ class Model:
                 (streams, caches, selected), traced = repeat((streams, caches, selected), 0)
                 trace += traced
                 if run.first in targets:
-                    rows = streams.joined()
+                    streams = Streams(rows := streams.joined())
                     at_targets.append(jnp.mean(rows.astype(jnp.float32), axis=1).astype(rows.dtype))
                 continue
             (streams, caches, selected), traced = lax.scan(
                 repeat, (streams, caches, None), jnp.arange(run.times, dtype=jnp.int32)
             )
             trace += [jax.tree.map(lambda x, n=n: x[n], of_layer) for n in range(run.times) for of_layer in traced]
-        hidden = last_rows(config, params.head, streams)
-        states = hidden if params.head.fn is None else streams.joined()
+        hidden, states = last_rows(config, params.head, streams)
         chosen = [trace[i][1] for i in config.selecting if inputs.return_selected and i < layers]
         return ForwardOutput(
             hidden=hidden,
@@ -321,8 +320,7 @@ class Model:
         step = self._module.prepare(config, [cache], inputs)
         streams = Streams(self._module.join_token(config, draft, params.embedding[inputs.tokens], states))
         streams, cache, *_ = self._run(draft.layer, cache, streams, step, None)
-        hidden = last_rows(config, draft.head, streams)
-        states = hidden if draft.head.fn is None else streams.joined()
+        hidden, states = last_rows(config, draft.head, streams)
         return ForwardOutput(hidden=hidden, caches=cache.whole(), states=states, overflow=step.shared.overflow)
 
     def propose(self, params: ModelParams, draft: BlockDraft, *step: jax.Array) -> jax.Array:

@@ -111,19 +111,20 @@ def many_rows(
     x: jax.Array,
     values: jax.Array,
     scales: jax.Array,
-    sizes: jax.Array,
+    sizes: jax.Array | None = None,
     *,
     dtype: str = "bfloat16",
 ) -> jax.Array:
-    """As `quantised_triton.product`, of x in its own order, of rows that are sorted by expert.
+    """As `quantised_triton.product`, of x in its own order, of rows that are sorted by expert, or of one weight.
 
     Args:
-      sizes: int32 `[experts]`, how many rows each has, one expert's after the other's.
+      sizes: int32 `[experts]`, how many rows each has, one expert's after the other's; None: the weight is `[N, K]`.
     """
     if values.shape[-1] < x.shape[-1]:
         x = in_lanes(x)
-    operands = [x, values, scales, sizes]
-    return _call(MANY, "expert_tiles", list(map(tvm.Buffer, range(5))), operands, x.shape[0], dtype)
+    operands = [x, values, scales, *([] if sizes is None else [sizes])]
+    arguments = [*map(tvm.Buffer, range(3)), None if sizes is None else tvm.Buffer(3), tvm.Buffer(len(operands))]
+    return _call(MANY, "expert_tiles", arguments, operands, x.shape[0], dtype)
 
 
 def in_lanes(x: Any) -> Any:

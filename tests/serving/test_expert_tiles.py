@@ -33,7 +33,7 @@ from host_build import (
     poisoned,
     replace_once,
 )
-from test_expert_rows import ONE, SORTED, assert_products, exact
+from test_expert_rows import ONE, SORTED, assert_products, every_fp4_number, every_fp8_number, exact
 from test_quantised_triton import small_layer, weight
 from triton_device import ON_GPU
 
@@ -118,30 +118,17 @@ def test_every_width(count, product):
 
 def test_every_fp4_number_times_every_scale(product):
     """Exact, below bfloat16's normal numbers too; what is beyond bfloat16, or has NaN for its scale, is no number."""
-    packed = np.tile(np.arange(16, dtype=np.uint8), 16)  # column j has code j % 16
-    values = np.broadcast_to(packed[::2] | packed[1::2] << 4, (256, 128)).copy()
-    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
-    stored = Quantised.stored(FP4, values, scales, BF16)
-    codes = packed.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    wanted = codes[5::9, None] * 2.0 ** (np.arange(256) - 127)
-    found = product(np.eye(256, dtype=BF16)[5::9], stored, dtype="float32")
+    x, stored, wanted = every_fp4_number()
+    found = product(x, stored, dtype="float32")
     np.testing.assert_array_equal(found[:, :253], wanted[:, :253])
     assert np.isnan(found[:, 253:]).all()  # infinite numbers times 0 are among its sums
 
 
 @pytest.mark.parametrize("scale", [0, 1, 126, 254, 255, 0.75])
 def test_every_fp8_number(scale, product):
-    """Row n of the weight is the byte n; the two NaN among them leave their neighbours alone."""
-    values = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 128, axis=1)
-    is_float = isinstance(scale, float)
-    scales = np.full((2, 1), scale, np.float32 if is_float else np.uint8)
-    numbers = values[:, 0].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    factor = scale if is_float else np.nan if scale == 255 else 2.0 ** (scale - 127)
-    with np.errstate(over="ignore"):
-        wanted = (numbers * factor).astype(np.float32)
-    stored = Quantised.stored(FP8, values, scales, BF16)
-    found = product(np.eye(128, dtype=BF16)[::17], stored, dtype="float32")
-    np.testing.assert_array_equal(found, np.broadcast_to(wanted, found.shape))
+    """The two NaN among them leave their neighbours alone."""
+    x, stored, wanted = every_fp8_number(scale)
+    np.testing.assert_array_equal(product(x, stored, dtype="float32"), wanted)
 
 
 @pytest.mark.parametrize(("row", "lane"), [(21, 0), (5, 37), (21, 127), (200, 64)])
