@@ -161,13 +161,13 @@ class MeshSetup(Setup):
         engine = MeshEngine(self.model, self.params, options, self.mesh)
         if self.whole is not None:
             weights, caches = map(bytes_of_a_device, (engine.params, engine.state))
-            needed = weights + 2 * caches + size_of(self.whole[1])
+            needed = weights + (1 + options.context_parallel) * caches + size_of(self.whole[1])
             check_memory("the check on one device, which --no-check leaves out, needs", needed)
         return engine
 
     def new_engine_of_one_device(self, engine: Engine) -> Engine:
         """An engine of one device with the options of a share, but no drafts."""
-        return Engine(*self.whole, dataclasses.replace(engine.options, speculative_steps=0))
+        return Engine(*self.whole, dataclasses.replace(engine.options, speculative_steps=0, context_parallel=1))
 
 
 def _import_tvm_ffi() -> None:

@@ -66,7 +66,8 @@ class Engine:
 
     Raises:
       ValueError: drafts or reuse of prefixes for a model whose layers carry states (`Model.is_recurrent`);
-        `batch_invariant` for one with pools of index keys; more caches than the device has room for.
+        `batch_invariant` for one with pools of index keys; `context_parallel` without a mesh; more caches than the
+        device has room for.
 
     Attributes:
       scheduler: the requests, their pages, and counters of what happened.
@@ -93,6 +94,8 @@ class Engine:
                     f"{name} must be 0 for {model.spec.name}, got {value}: its linear attention carries a state for "
                     "each request that cannot go back to an earlier token"
                 )
+        if self.mesh is None and (devices := options.context_parallel) > 1:
+            raise ValueError(f"context_parallel must be 1 for an engine of one device, got {devices}: it needs a mesh")
         gathers = prefill_backend(model.spec, options) == GATHERED
         begin_to_load(model.spec if gathers else None)
         self.model, self.options = model, options
@@ -496,6 +499,7 @@ class Engine:
             gathered=self.prefill_backend == GATHERED,
             backend=self.options.backend,
             batch_invariant=self.options.batch_invariant,
+            context_parallel=self.options.context_parallel,
             trace=self.options.trace,
             logits=self.options.trace,
             replays=replays,
