@@ -53,8 +53,8 @@ def context_parallel_decode(
       indices: int32 `[batch, q_len, topk]` slots of all pages, the same on every device; what names no slot is skipped.
       axis_name: the mesh axis over which the pages are cut.
       extra_cache, extra_indices: a second cache that is cut alike, and slots of all of its pages.
-      whole_cache: whether `cache` is whole on every device, as one of windows may be: then only `extra_cache` is cut, and
-        the devices take turns of the slots of `cache` (static).
+      whole_cache: whether `cache` is whole on every device, as one of windows may be: only `extra_cache` is cut then,
+        and the devices take turns of the slots of `cache` (static).
       attn_sink: float32 `[heads / n]`, of the device's own heads.
       softmax_scale, topk_length, extra_topk_length, backend, batch_invariant: as in `sparse_mla_decode`.
 

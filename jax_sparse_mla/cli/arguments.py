@@ -42,16 +42,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace, **others: Any) -> EngineOptions:
-    """The options that arguments of `add_engine` and `--seed` ask for, and others.
-
-    Raises:
-      ValueError: --context-parallel without several devices over heads.
-    """
+    """The options that arguments of `add_engine` and `--seed` ask for, and others."""
     from jax_sparse_mla.serving.options import EngineOptions
 
-    devices = args.mesh[1] if args.mesh and args.context_parallel else 1
-    if args.context_parallel and devices == 1:
-        raise ValueError("--context-parallel needs a --mesh of several devices in a share, for instance 1x2")
     return EngineOptions(
         bf16_cache=args.kv_cache == "bf16",
         prefill_backend=args.prefill_backend,
@@ -59,7 +52,7 @@ def options_of(args: argparse.Namespace, **others: Any) -> EngineOptions:
         seed=args.seed,
         speculative_steps=args.speculative_steps or 0,
         backend=args.backend,
-        context_parallel=devices,
+        context_parallel=args.mesh[1] if args.context_parallel else 1,
         **others,
     )
 

@@ -46,7 +46,8 @@ def print_header(setup: Any, engine: Any, requests: list[Request], planned: dict
     spec, options = setup.spec, engine.options
     heads = f"{spec.num_heads} heads{'' if engine.mesh is None else ' on each device'}"
     cache = f"{'BF16' if options.bf16_cache else spec.kv_layout.name}, paged, {spec.page_size} tokens a page"
-    print(f"KV cache   {cache}, for {setup.model.num_layers} layers of {heads}")
+    shared = f", shared by {n} devices" if (n := options.context_parallel) > 1 else ""
+    print(f"KV cache   {cache}{shared}, for {setup.model.num_layers} layers of {heads}")
     lengths = [len(r.prompt) for r in requests]
     prompts = ", ".join(map(str, lengths)) if len(lengths) <= 4 else f"{min(lengths)} to {max(lengths)}"
     print(f"requests   {len(requests)} with {prompts} prompt tokens, {requests[0].max_new_tokens} new tokens each")

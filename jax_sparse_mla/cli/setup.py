@@ -205,7 +205,10 @@ def check_requests(args: argparse.Namespace, setup: Setup, prompt: list[int]) ->
 
 
 def new_setup(args: argparse.Namespace, check: Check | None) -> Setup:
-    """The setup that the arguments ask for; raises what `Setup` and `MeshSetup` raise."""
+    """The setup that the arguments ask for; raises what `Setup` and `MeshSetup` raise, and ValueError for
+    --context-parallel without several devices in a share."""
+    if args.context_parallel and (args.mesh is None or args.mesh[1] == 1):
+        raise ValueError("--context-parallel needs a --mesh of several devices in a share, for instance 1x2")
     # torch's weights and JAX's caches may share one GPU's memory: JAX must not take most of it beforehand.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return (Setup if args.mesh is None else MeshSetup)(args, check)

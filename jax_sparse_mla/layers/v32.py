@@ -50,8 +50,9 @@ def v32_layer(
     `[pool, 128]` is added to the scores that weigh a pool's keys. Keys and queries of pools pass a Hadamard
     transform before they are quantised, as in SGLang and vLLM. Pools are selected whole, and every row attends to the
     tokens of an unfinished one: positions are int32 `[T, spec.index_width]`. The columns of `index_scores` are pools.
-    They have no `batch_invariant`: their transform is a matrix product of XLA's. Nor have they `pages_axis`, which is as
-    in `v4_layer`: of kv and index keys each device has its own pages.
+    They have no `batch_invariant`: their transform is a matrix product of XLA's.
+
+    With `pages_axis`, as in `v4_layer`, each device has its own pages of kv and index keys; there must be no pools.
     """
     layer_checks.check_v32_layer(cache, rows, batch, index_scores, selected, index_ape, spec=spec)
     pool, options = spec.kind().pool, LayerOptions(index_scores, backend, batch_invariant, pages_axis=pages_axis)

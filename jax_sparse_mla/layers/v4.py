@@ -43,9 +43,10 @@ def v4_layer(
       index_scores: float32 `[T, capacity]`, selects by these instead of the indexer's scores (for comparisons).
       selected: int32 `[T, index_topk]`, positions that a layer of ratio 4 attends to instead of selecting, as another
         run returned them (replay); those that a row does not see count as −1.
-      pages_axis: the mesh axis whose devices share the pages of compressed entries and index keys, under `jax.shard_map`,
-        as in `context_parallel_decode`; a request's page i lies on device `i % n`, and tables are the same everywhere.
-        Windows and states are whole on every device; queries and out are of the device's own heads (static).
+      pages_axis: the mesh axis whose devices share the pages of compressed entries and index keys, under
+        `jax.shard_map`, as in `context_parallel_decode`; a request's page i lies on device `i % n`, and tables are the
+        same everywhere. Windows and states are whole on every device; queries and out are of the device's own heads
+        (static).
       backend: of the attention, as in `sparse_mla_decode` and `sparse_mla_prefill`.
       batch_invariant: a row's result does not depend, to the bit, on the other rows of the step or on how many there
         are, as in `sparse_mla_decode` (static). A step of more than 128 rows takes longer: its logits are computed 128

@@ -46,8 +46,8 @@ def sized(
     room, (most, whole) = int(share * free), state_of(None)
     if whole <= room:
         return options
-    devices, of_request = options.context_parallel, -(-(options.max_len + options.speculative_steps) // model.spec.page_size)
-    least = devices * (1 + -(-of_request // devices))
+    devices, tokens = options.context_parallel, options.max_len + options.speculative_steps
+    least = devices * (1 + -(-tokens // (devices * model.spec.page_size)))
     _, smallest = state_of(least)
     if smallest > room:
         raise NotEnoughMemory(

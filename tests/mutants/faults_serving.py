@@ -36,6 +36,22 @@ fault("window-page-leak", "the first page of the window is not given back",
       "len(pages) >= self._first_in_window[row]", "len(pages) > self._first_in_window[row]")
 fault("window-page-early", "a window page is freed a token early",
       "first = min(max(0, length + 1 - self.window)", "first = min(max(0, length + 2 - self.window)")
+fault("shared-pages-turns", "a request takes all its pages of the first device",
+      "device = index % len(self._free)", "device = 0 * index")
+fault("shared-pages-available", "pages of any device count for a request",
+      "len(self._free) * min(map(self._available", "sum(map(self._available")
+fault = of("jax_sparse_mla/layers/layer.py", "tests/layers/test_shared_pages.py")
+fault("shared-index-keys", "all devices score the keys of the first one's pages",
+      "n)[:, :, rank] // n", "n)[:, :, 0] // n")
+fault = of("jax_sparse_mla/layers/write.py", "tests/layers/test_shared_pages.py")
+fault("shared-entries", "every device writes every entry",
+      "if pages_axis is not None and kind.owns_kv:", "if False:")
+fault = of("jax_sparse_mla/attention/extend.py", "tests/layers/test_shared_pages.py")
+fault("shared-gather", "a chunk sees the entries of the first device's slots only",
+      "num_slots *= lax.axis_size(pages_axis)", "num_slots *= 1")
+fault = of("jax_sparse_mla/attention/context_parallel.py", "tests/layers/test_shared_pages.py")
+fault("shared-window", "every device attends to the first one's turn of the window",
+      "jnp.where(turns >= 0, rule.position(turns, rank), -1)", "jnp.where(turns >= 0, rule.position(turns, 0), -1)")
 fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_scheduler.py")
 fault("preemption-order", "the first request is preempted, not the last",
       "victim = self.running[-1]", "victim = self.running[0]")

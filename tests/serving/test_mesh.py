@@ -17,7 +17,10 @@ def of_four_devices(request):
 
 
 @pytest.mark.always("refusals", "windows", "loaded")
-@pytest.mark.parametrize("case", ["refusals", "windows", "v4", "made_cut", "scales", "loaded"])
+@pytest.mark.parametrize(
+    "case",
+    ["refusals", "windows", "v4", "context_parallel", "context_parallel_v4", "made_cut", "scales", "loaded"],
+)
 def test_every_layout_gives_the_tokens_of_one_device(of_four_devices, case):
     """Requests and heads over two devices each."""
     assert of_four_devices[case] == "", of_four_devices[case]
