@@ -33,7 +33,8 @@ def plans(spec: ModelSpec, options: EngineOptions, backend: str | None) -> dict[
     def plan(phase: str, rows: int) -> Plan:
         layout = workspace_layout(spec.qk_dim) if phase == "prefill" else cached
         columns = (spec.window or 0) + spec.index_width
-        return plan_here(Call(phase, layout, rows, spec.num_heads, DeviceInfo.current(), columns), backend=backend)
+        heads = spec.num_heads * (options.context_parallel if phase == "decode" else 1)  # which share keys
+        return plan_here(Call(phase, layout, rows, heads, DeviceInfo.current(), columns), backend=backend)
 
     planned = {"prefill": plan("prefill" if gathered else "decode", options.chunk_size)}
     planned["decode"] = plan("decode", options.max_batch)

@@ -11,6 +11,6 @@ def of_four_devices(request):
 
 
 @pytest.mark.always("v32", "c4")
-@pytest.mark.parametrize("case", ["v32", "v32_paged", "c4", "c4_paged", "c128", "window"])
+@pytest.mark.parametrize("case", ["v32", "v32_paged", "v32_wide", "c4", "c4_paged", "c128", "window"])
 def test_shared_pages_give_what_one_device_gives(of_four_devices, case):
     assert of_four_devices[case] == "", of_four_devices[case]

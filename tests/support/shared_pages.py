@@ -29,7 +29,7 @@ from jax_sparse_mla.serving.pages import RequestPool
 DECODE, EXTEND = mla.ForwardMode.DECODE, mla.ForwardMode.EXTEND
 
 
-def world_of(ratio, devices):
+def world_of(ratio, devices, topk):
     """A world whose page i of a request lies on device `i % devices`, with four heads, of which each has its own."""
     world = make_world(ratio)
     window = None if ratio is None else world.spec.window
@@ -41,7 +41,7 @@ def world_of(ratio, devices):
     tables = mla.RequestTables(req_to_token=jnp.asarray(pool.req_to_token), full_to_swa=to_swa)
     params = world.params and dataclasses.replace(world.params, attn_sink=jnp.arange(4.0))
     q = np.concatenate([world.rows.q, -world.rows.q], -2)
-    rows, spec = dataclasses.replace(world.rows, q=q), dataclasses.replace(world.spec, num_heads=4)
+    rows, spec = dataclasses.replace(world.rows, q=q), dataclasses.replace(world.spec, num_heads=4, index_topk=topk)
     return dataclasses.replace(world, spec=spec, rows=rows, params=params, tables=tables, num_pages=pool.num_pages)
 
 
@@ -62,10 +62,10 @@ def cut(world, cache, devices):
     return dataclasses.replace(whole, **{name: pages(x) for name, x in shared.items() if x is not None})
 
 
-def check(ratio, devices, paged=False, scratch=None):
+def check(ratio, devices, paged=False, scratch=None, topk=16):
     """Prompts, then a step that decodes: outputs as on one device, up to the rounding of parts; positions and all bytes
     of the caches are the same. Of some requests a device has no key."""
-    world = world_of(ratio, devices)
+    world = world_of(ratio, devices, topk)
     spec, mesh = world.spec, Mesh(np.array(jax.devices()[:devices]), ("x",))
 
     def step(cache, rows, params, batch, *, pages_axis=None):
@@ -112,6 +112,7 @@ def check(ratio, devices, paged=False, scratch=None):
 CASES = {
     "v32": functools.partial(check, None, 4),
     "v32_paged": functools.partial(check, None, 2, paged=True, scratch=4 * 256 * 64),
+    "v32_wide": functools.partial(check, None, 4, topk=200),  # more than one device has
     "c4": functools.partial(check, 4, 4),
     "c4_paged": functools.partial(check, 4, 2, paged=True),
     "c128": functools.partial(check, 128, 2),
