@@ -224,6 +224,13 @@ def test_what_is_refused():
             {"index_ape": ape, "batch_invariant": True},
             "batch_invariant serves no pools of index keys, got pools of 4",
         ),
+        (
+            ValueError,
+            cache,
+            rows,
+            {"index_ape": ape, "pages_axis": "model"},
+            "pages_axis serves no pools of index keys, got pools of 4",
+        ),
     ):
         with pytest.raises(error, match=f"v32_layer: {message}"):
             call(given, of_rows, **options)
