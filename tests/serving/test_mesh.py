@@ -39,7 +39,8 @@ def test_other_models_and_steps_over_a_mesh(case):
 
 @pytest.mark.long
 def test_two_processes():
-    """Context parallel decode and an engine over two processes: both know all tokens, and one checks them."""
+    """Context parallel decode and an engine over two processes: both know all tokens, and one checks them; and both know
+    all selected positions, by which they replay."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -49,4 +50,4 @@ def test_two_processes():
     finally:
         for process in processes:
             process.kill()
-    assert first == second and len(first) == 4
+    assert first == second and [len(part) for part in first] == [4, 4]

@@ -382,7 +382,14 @@ def over_processes(index, port):
     mine = served(over(model, params, mesh_of(2, 2)), requests(4))
     if index == 0:
         assert_same_tokens(mine, served(Engine(model, params, OPTIONS), requests(4)))
-    report([request.output for request in mine])
+    # Every process knows what the rows of all shares have attended to, and gives it to all devices.
+    model = Model.from_config(V32 | dict(num_hidden_layers=1))
+    engine = over(model, model.init_params(seed=0, dtype=jnp.float32), mesh_of(2, 2))
+    first = served(engine, [Request(r.prompt, NEW, return_selected=True) for r in requests(4)])
+    again = served(engine, [Request(r.prompt, NEW, replay=r.selected) for r in first])
+    assert [r.margins for r in again] == [r.margins for r in first]
+    assert all(r.selected.shape == (1, len(r.tokens) - 1, 32) for r in first)
+    report([[request.output for request in mine], [request.selected.tolist() for request in first]])
     # Both have said what they have. Now and then jaxlib's coordination service aborts where it is shut down in order.
     multihost_utils.sync_global_devices("both have printed")
     os._exit(0)
