@@ -364,3 +364,26 @@ def test_a_step_replays_all_of_its_rows_or_none(prompts):
     for request in requests:
         at = [i for i, (decodes, those) in enumerate(served) if decodes and id(request) in those]
         assert max(b - a for a, b in itertools.pairwise(at)) <= 4  # a step of the other kind, and chunks between
+
+
+def test_kinds_of_steps_take_turns_over_shares():
+    """A step of all shares has one mode, and replays or selects; no share waits for more than a step of each kind."""
+    options = EngineOptions(max_batch=4, max_len=512, chunk_size=8)
+    schedulers = Schedulers([Scheduler(DEEPSEEK_V32, options, 256, selecting=1) for _ in range(3)])
+    given = np.zeros((1, 400, DEEPSEEK_V32.index_topk), np.int32)
+    # Of each share one request: that replays a long prompt, that reads one, and that decodes by replay.
+    requests = [Request([1] * 300, 8, replay=given), Request([1] * 300, 8), Request([1] * 4, 60, replay=given)]
+    for request in requests:
+        schedulers.submit(request)
+    served, kinds = [], set()
+    while (plan := schedulers.plan()) is not None:
+        parts = [part for part in plan.parts if part]
+        kinds.add((plan.mode, plan.replays))
+        assert {(part.mode, part.replays) for part in parts} == {(plan.mode, plan.replays)}
+        served.append({id(request) for part in parts for request in part.requests})
+        tokens = [[1] if sampled else [] for sampled in plan.samples]
+        schedulers.complete(plan, tokens, [[1.0] * len(row) for row in tokens])
+    assert len(kinds) == 4 and all(len(request.output) == request.max_new_tokens for request in requests)
+    for request in requests:
+        at = [i for i, those in enumerate(served) if id(request) in those]
+        assert max(b - a for a, b in itertools.pairwise(at)) <= len(kinds), at
