@@ -332,7 +332,7 @@ class Engine:
             if (packed := self._counted_on(program, plan)) is None:
                 packed = self._pack(program, plan)
             plan.started = time.perf_counter()
-            replayed = [_replayed(plan, program.num_rows)] if plan.replays else []
+            replayed = [self._replayed(program, plan)] if plan.replays else []
             self.state, result, following, layers, logits, selected = call(self.params, self.state, packed, *replayed)
             result.copy_to_host_async()
             if selected is not None:
@@ -352,6 +352,12 @@ class Engine:
     def _pack(self, program: Program, plan: StepPlan | None) -> np.ndarray:
         """The host's array for a step; without a plan all is padding."""
         return steps.pack(program, plan, self.options.max_batch, self._proposals(plan))
+
+    def _replayed(self, program: Program, plan: StepPlan | None) -> Any:
+        """int32 `[layers that select, rows, k]`, what a step's rows attend to; without a plan its shape."""
+        if plan is None:
+            return jax.ShapeDtypeStruct((self.scheduler.selecting, program.num_rows, self.spec.index_width), np.int32)
+        return plan.replayed(program.num_rows)
 
     def _traced(self, plan: StepPlan) -> TracedStep:
         pool, (_, num_requests, num_rows, *_) = self.scheduler.pool, self._bucket(plan)
@@ -373,7 +379,9 @@ class Engine:
                 selected = np.asarray(selected)
         verified = {"selected": selected} if selected is not None and plan.mode is ForwardMode.TARGET_VERIFY else {}
         if selected is not None and not verified:
-            _take_selected(plan, selected)
+            for part, rows in zip(plan.parts, np.split(selected, len(plan.parts), axis=1)):
+                if part:
+                    _take_selected(part, rows)
         result = self._unpack(program, plan, packed)
         plan.arrived = time.perf_counter()
         if result.overflow:
@@ -503,10 +511,7 @@ class Engine:
         )
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
         arguments = self.params, state, self._pack(program, None)
-        if replays:
-            shape = self.scheduler.selecting, rows, self.spec.index_width
-            arguments = *arguments, jax.ShapeDtypeStruct(shape, np.int32)
-        return program, arguments
+        return program, (*arguments, self._replayed(program, None)) if replays else arguments
 
     def _compile(self, *bucket: Any, then: tuple | None = None) -> tuple[Program, Any]:
         """The bucket's program, compiled. `then`: another bucket, whose program is traced while XLA compiles this one,
@@ -535,13 +540,6 @@ def _logprobs(plan: StepPlan, result: Result, ends: list[int]) -> list[list[Logp
     """Those of the tokens that a step's requests take, where they ask for them."""
     asked = [request.top_logprobs is not None for request in plan.requests]
     return [[result.logprobs_of(i, j) if asked[i] else None for j in range(ends[i])] for i in range(len(asked))]
-
-
-def _replayed(plan: StepPlan, num_rows: int) -> np.ndarray:
-    """int32 `[layers that select, num_rows, k]`, what the rows of a step attend to; −1 in those of padding."""
-    parts = [r.selected[:, n : n + count] for r, n, count in zip(plan.requests, plan.starts, plan.counts)]
-    padding = (0, 0), (0, num_rows - plan.num_tokens), (0, 0)
-    return np.pad(np.concatenate(parts, axis=1), padding, constant_values=-1)
 
 
 def _take_selected(plan: StepPlan, selected: np.ndarray) -> None:

@@ -167,8 +167,6 @@ class Scheduler:
         given = "return_selected" if request.replay is None else "replay"
         if not self.selecting:
             raise ValueError(f"{name} has {given}, and this engine's layers return no selected positions")
-        if request.replay is not None and (steps := self.options.speculative_steps):
-            raise ValueError(f"{name} has replay, which needs speculative_steps 0, got {steps}")
         if request.row is not None:
             raise ValueError(f"{name} has {given}, and what an imported request has attended to is not known")
         if request.replay is not None:
