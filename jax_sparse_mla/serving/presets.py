@@ -9,8 +9,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jax_sparse_mla.serving.files import path_in
-
 VOCABULARY = 256
 
 _YARN = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
@@ -169,6 +167,8 @@ def load_tokenizer(folder: str, vocab_size: int):
       ValueError: it has one, and transformers is missing or does not load it; or it has none, and the vocabulary is
         smaller than that of bytes.
     """
+    from jax_sparse_mla.serving.files import path_in
+
     names = [name for name in TOKENIZER_FILES if os.path.lexists(Path(folder, name))]
     for name in names:
         path_in(Path(folder), name)  # refuses a link out of the folder

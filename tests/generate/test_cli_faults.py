@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 from hf_models import as_preset, random_model, small_v32_config
 
-from jax_sparse_mla.cli import endings, generate, main
+from jax_sparse_mla.cli import endings, generation, main
 from jax_sparse_mla.serving import memory, presets
 
 SERVED = ["generate", "--preset", "v32", "--no-check", "--chunk-size", "16"]
@@ -26,7 +26,7 @@ needs_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's m
 def nothing_runs(monkeypatch):
     """Small models, which serve nothing."""
     monkeypatch.setitem(presets.CONFIGS, "v32", as_preset(small_v32_config()))
-    monkeypatch.setattr(generate, "_serve", lambda *_: collections.Counter())
+    monkeypatch.setattr(generation, "_serve", lambda *_: collections.Counter())
 
 
 def run(capsys, *args):
@@ -131,7 +131,7 @@ def raising(monkeypatch, error):
     def serve(*_):
         raise error
 
-    monkeypatch.setattr(generate, "_serve", serve)
+    monkeypatch.setattr(generation, "_serve", serve)
     return [*SERVED, "--prompt", "hello"]
 
 
