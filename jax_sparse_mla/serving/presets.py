@@ -136,9 +136,14 @@ V32_SLICE: Mapping[str, Any] = {
     "index_n_heads": 64,
     "index_topk": 2048,
 }
-# The models that benchmarks/serving.py measures: the small ones, a slice that is too large for most devices, and a
+# The models that benchmarks/serving.py measures: the small ones, slices that are too large for most devices, and a
 # model for several, with its weights as stored.
-BENCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {**CONFIGS, "v4-flash-slice": V4_FLASH_SLICE, "v4-flash": V4_FLASH}
+BENCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    **CONFIGS,
+    "v32-slice": V32_SLICE,
+    "v4-flash-slice": V4_FLASH_SLICE,
+    "v4-flash": V4_FLASH,
+}
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json", "vocab.json")
 
