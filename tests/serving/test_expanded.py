@@ -1,6 +1,7 @@
 """A prompt no longer than what is selected attends over expanded heads: the same tokens, logits within rounding."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.serving import Model, deepseek_v32
 from jax_sparse_mla.serving.comparison import MAX_LOGIT_DIFFERENCE
 from jax_sparse_mla.serving.engine import Engine
+from jax_sparse_mla.serving.mesh import MeshEngine
 from jax_sparse_mla.serving.plan import StepPlan
 from jax_sparse_mla.serving.presets import CONFIGS, V32_SLICE
 from jax_sparse_mla.serving.request import Request
@@ -71,6 +73,7 @@ def test_tokens_logits_and_selection_are_those_of_the_latent_space(request, name
     plain, logits, programs = served(engine, 200, return_selected=True)
     assert [program.expanded for program in programs] == [False]
     request.getfixturevalue("as_on_an_h200")
+    engine = engine_of(name)  # with nothing in its caches
     again, others, programs = served(engine, 200, return_selected=True)
     assert [program.expanded for program in programs] == [True]
     assert engine.routes[programs[0]] == {("prefill", "expanded")}
@@ -143,6 +146,19 @@ def test_which_steps_attend_over_expanded_heads(as_on_an_h200, monkeypatch):
     assert expanded([0], [200])
     monkeypatch.setenv("JAX_SPARSE_MLA_PREFILL_BACKEND", "reference")
     assert not expanded([0], [200])
+
+
+def test_shares_of_a_mesh_attend_alike(as_on_an_h200):
+    """One program serves a step of all of them."""
+    engine = object.__new__(MeshEngine)
+    engine.__dict__ |= ShapesAlone(MODELS["v32"], OPTIONS).__dict__
+    alone, rest = plan_of(engine, [0], [200]), plan_of(engine, [1], [100])
+
+    def bucket(*parts):
+        return engine._bucket(SimpleNamespace(parts=parts))
+
+    assert bucket(alone, None)[-1] and bucket(alone, alone)[-1]
+    assert bucket(alone, rest) == bucket(rest, alone) == (*bucket(alone, None)[:-1], False)
 
 
 def test_what_the_rule_takes():
