@@ -23,6 +23,8 @@ fault("expanded-write", "the chunk's rows are not written", "cache = write_v32(c
       "pass")
 fault("expanded-shorter", "what selects is not all that a row sees", "max_seq_len <= config.spec.index_topk",
       "max_seq_len <= 2 * config.spec.index_topk")
+fault = of("jax_sparse_mla/serving/mesh.py", "tests/serving/test_expanded.py")
+fault("expanded-share", "a share does what another one may", "all(expanded)", "any(expanded)")
 fault = of("jax_sparse_mla/serving/plan.py", "tests/serving/test_expanded.py")
 fault("expanded-rest", "the rest of a prompt attends to itself alone", "and self.starts[0] == 0", "")
 fault("expanded-two", "a prompt's rows attend to another's", "len(self.requests) == 1 and", "")
