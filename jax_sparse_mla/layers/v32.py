@@ -52,9 +52,7 @@ def v32_layer(
     pool, options = spec.kind().pool, LayerOptions(index_scores, backend, batch_invariant)
     if batch_invariant and pool > 1:
         raise ValueError(f"v32_layer: batch_invariant serves no pools of index keys, got pools of {pool}")
-    cache = dataclasses.replace(cache, kv=write_kv(cache.kv, metadata.out_cache_loc, rows.kv))
-    if rows.index_k is not None:
-        cache = _with_index_k(cache, rows, batch, metadata, index_ape, pool)
+    cache = write_v32(cache, rows, batch, metadata, index_ape, pool)
     ragged, positions, slots = metadata.topk_transform is TopkTransform.RAGGED, selected, None
     if selected is not None and rows.index_k is not None:
         positions = seen_positions(selected, metadata.seqlens_expanded)
@@ -98,11 +96,20 @@ def v32_layer(
     return out, cache, positions
 
 
-def _with_index_k(
-    cache: V32LayerCache, rows: V32Rows, batch: ForwardBatch, metadata: V32Metadata, ape: jax.Array | None, pool: int
+def write_v32(
+    cache: V32LayerCache,
+    rows: V32Rows,
+    batch: ForwardBatch,
+    metadata: V32Metadata,
+    ape: jax.Array | None = None,
+    pool: int = 1,
 ) -> V32LayerCache:
-    """The cache with the index keys of the step's tokens, or of the pools that they finish."""
+    """The cache with the rows of the step's tokens and, of a layer with an indexer, their index keys or those of the
+    pools that they finish."""
     keys, slots = rows.index_k, metadata.out_cache_loc
+    cache = dataclasses.replace(cache, kv=write_kv(cache.kv, slots, rows.kv))
+    if keys is None:
+        return cache
     if pool == 1:
         return dataclasses.replace(cache, index_k=write_index_k(cache.index_k, slots, keys))
     keys, of_rows, state = pool_keys(

@@ -20,10 +20,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_sparse_mla import activity
+from jax_sparse_mla.attention.machine import override_of
 from jax_sparse_mla.metadata import ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import kept_programs
 from jax_sparse_mla.serving import step as steps
+from jax_sparse_mla.serving.deepseek_v32 import attends_expanded
 from jax_sparse_mla.serving.dspark import BlockDraft
 from jax_sparse_mla.serving.memory import check_memory, device_memory, size_of
 from jax_sparse_mla.serving.model import Model, Params
@@ -432,7 +434,7 @@ class Engine:
             self._programs.update(zip(keys, compilers.map(lambda key: self._compile(*key), keys)))
 
     def _bucket(self, plan: StepPlan) -> tuple:
-        """(mode, requests, rows, max_seq_len, changes, choice, replays, return_selected) of a step's program."""
+        """(mode, requests, rows, max_seq_len, changes, choice, replays, return_selected, expanded) of its program."""
         options = self.options
         drawn = [request.sampling.top_p for request in plan.requests if request.sampling.temperature > 0]
         choice = Choice.GREEDY if not drawn else Choice.DRAW if min(drawn) >= 1 else Choice.TOP_P
@@ -445,7 +447,18 @@ class Engine:
             least = options.max_batch if options.batch_invariant else 1
             size = min(max(least, power_of_two(len(plan.requests))), options.max_batch)
         sizes = plan.mode, size, plan.drafts, plan.max_seq_len
-        return self.key(*sizes, choice, replays=plan.replays, returns_selected=plan.returns_selected)
+        expanded = plan.reads_from_start and self.expands(size, plan.max_seq_len)
+        asked = {"replays": plan.replays, "returns_selected": plan.returns_selected}
+        return self.key(*sizes, choice, **asked, expanded=expanded)
+
+    def expands(self, rows: int, max_seq_len: int) -> bool:
+        """Whether a chunk of so many rows attends over expanded heads where it may: the rows are those of one prompt
+        from its start."""
+        options = self.options
+        chosen = options.backend or options.prefill_backend or override_of("prefill")  # by the user
+        if chosen or options.batch_invariant:
+            return False
+        return attends_expanded(self.model.config, rows, max_seq_len)
 
     def key(
         self,
@@ -457,6 +470,7 @@ class Engine:
         *,
         replays: bool = False,
         returns_selected: bool = False,
+        expanded: bool = False,
     ) -> tuple:
         """As `_bucket`, of steps with so many rows of a chunk, or requests that decode with so many drafts each."""
         page, requests = self.spec.page_size, self.options.max_batch if mode is ForwardMode.EXTEND else size
@@ -464,7 +478,7 @@ class Engine:
             rows, changes = size, requests + -(-size // page)
         else:
             rows, changes = requests * (drafts + 1), requests * (1 + -(-drafts // page))
-        return mode, requests, rows, max_seq_len, changes, choice, replays, returns_selected
+        return mode, requests, rows, max_seq_len, changes, choice, replays, returns_selected, expanded and not replays
 
     def _decoding(self, plan: StepPlan) -> tuple | None:
         """As `_bucket`, of the step that decodes a chunk's requests, if that is to be compiled ahead."""
@@ -488,6 +502,7 @@ class Engine:
         choice: Choice,
         replays: bool,
         return_selected: bool,
+        expanded: bool,
     ) -> tuple[Program, tuple[Any, ...]]:
         """The program of a bucket, and the arguments that it is traced for."""
         program = Program(
@@ -502,6 +517,7 @@ class Engine:
             choice=choice,
             hook=self.options.logits_hook if choice is Choice.ALL else None,
             gathered=self.prefill_backend == GATHERED,
+            expanded=expanded,
             backend=self.options.backend,
             batch_invariant=self.options.batch_invariant,
             trace=self.options.trace,

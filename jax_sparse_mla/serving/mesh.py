@@ -417,8 +417,8 @@ class MeshEngine(Engine):
         )
 
     def _bucket(self, plan: JointPlan) -> tuple:
-        mode, *sizes = zip(*(super(MeshEngine, self)._bucket(part) for part in plan.parts if part))
-        return mode[0], *map(max, sizes)
+        mode, *sizes, expanded = zip(*(super(MeshEngine, self)._bucket(part) for part in plan.parts if part))
+        return mode[0], *map(max, sizes), all(expanded)
 
     def _jitted(self, program: Program) -> Any:
         replayed = [_OF_ROWS] if program.replays else []

@@ -50,6 +50,11 @@ class StepPlan:
         return not self.replays and any(request.return_selected for request in self.requests)
 
     @property
+    def reads_from_start(self) -> bool:
+        """Whether its rows are those of one prompt from its start."""
+        return self.mode is ForwardMode.EXTEND and len(self.requests) == 1 and self.starts[0] == 0
+
+    @property
     def drafts(self) -> int:
         """Draft tokens of each request, which TARGET_VERIFY verifies; 0 in the other modes."""
         return int(self.counts[0]) - 1 if self.mode is ForwardMode.TARGET_VERIFY else 0

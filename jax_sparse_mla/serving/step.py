@@ -60,6 +60,7 @@ class Program:
     hook: LogitsHook | None = None  # with Choice.ALL
     # As in `StepInputs`.
     gathered: bool | None = None
+    expanded: bool = False
     backend: str | None = None
     batch_invariant: bool = False
     trace: bool = False
@@ -375,6 +376,7 @@ def _inputs(program: Program, state: State, batch: ForwardBatch, tokens, positio
         tokens=jnp.where(live, tokens, 0),
         positions=jnp.where(live, positions, 0),
         gathered=program.gathered if batch.mode is ForwardMode.EXTEND else None,
+        expanded=program.expanded and batch.mode is ForwardMode.EXTEND,
         backend=program.backend,
         batch_invariant=program.batch_invariant,
         trace=program.trace,

@@ -16,6 +16,24 @@ fault("loop-widens", "a loop widens the bfloat16 weights of all its layers at on
 fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_looped_layers.py")
 fault("loop-not", "an engine on a CPU compiles each layer",
       'device.platform == "cpu" and hasattr', 'device.platform == "no" and hasattr')
+fault = of("jax_sparse_mla/serving/deepseek_v32.py", "tests/serving/test_expanded.py")
+fault("expanded-causal", "rows attend to those behind them", "is_causal=True", "is_causal=False")
+fault("expanded-scale", "scores are scaled by the width of a key", "scale=spec.softmax_scale", "scale=None")
+fault("expanded-write", "the chunk's rows are not written", "cache = write_v32(cache, rows, inputs.batch, metadata)",
+      "pass")
+fault("expanded-shorter", "what selects is not all that a row sees", "max_seq_len <= config.spec.index_topk",
+      "max_seq_len <= 2 * config.spec.index_topk")
+fault = of("jax_sparse_mla/serving/mesh.py", "tests/serving/test_expanded.py")
+fault("expanded-share", "a share does what another one may", "all(expanded)", "any(expanded)")
+fault = of("jax_sparse_mla/serving/plan.py", "tests/serving/test_expanded.py")
+fault("expanded-rest", "the rest of a prompt attends to itself alone", "and self.starts[0] == 0", "")
+fault("expanded-two", "a prompt's rows attend to another's", "len(self.requests) == 1 and", "")
+fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_expanded.py")
+fault("expanded-chosen", "a chosen backend does not serve", "if chosen or options.batch_invariant:",
+      "if options.batch_invariant:")
+fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_scheduler.py")
+fault("width-answers", "answers widen the steps that read prompts", "most = self._longest_prompt if mode",
+      "most = self._widest if mode")
 fault = of("jax_sparse_mla/serving/sampling.py", "tests/serving/test_sampling.py")
 fault("sampling-seed", "the draws of a request are the same at each position",
       "jax.random.fold_in(jax.random.key(seed), position)", "jax.random.key(seed)")
@@ -248,6 +266,13 @@ fault("text-waiting", "what is no UTF-8 waits for ever", "== MOST_WAITING:", "==
 fault("stops-end", "what is held back is lost", "        return self._held\n", '        return ""\n')
 fault("template-sandbox", "a chat template is not kept in a sandbox",
       "environment = ImmutableSandboxedEnvironment(", "environment = jinja2.Environment(")
+fault = of("jax_sparse_mla/cli/start.py", "tests/generate/test_cli.py")
+fault("first-line-late", "the first line waits for JAX", "import os\n\nfrom", "import os\n\nimport jax\n\nfrom")
+fault("first-line-plugin", "the driver's GPU is announced where JAX has no plug-in", " or not has_cuda_plugin()", "")
+fault = of("jax_sparse_mla/cli/setup.py", "tests/generate/test_cli.py")
+fault("first-line-stays", "a device that JAX does not use stays announced", "!= args.announced:", "is None:")
+fault = of("jax_sparse_mla/__init__.py", "tests/contract/test_contract.py")
+fault("lazy-package", "importing the package imports JAX", '__version__ = "0.1.0"', 'import jax; __version__ = "0.1.0"')
 fault = of("jax_sparse_mla/cli/listen.py", "tests/serving/test_server.py")
 fault("drain-at-once", "nothing is finished after a signal", "over = self.signals > 1 or", "over = True or")
 fault("drain-second", "a second signal is not heard", "over = self.signals > 1 or", "over =")
