@@ -223,6 +223,8 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
 
 
 def _check_model(function: str, engine: Engine) -> None:
+    if engine.options.context_parallel > 1:
+        raise ValueError(f"{function}: no device has all pages of a request, which context_parallel shares among them")
     if engine.spec.kind().pool > 1:
         states = f"the states of pools and linear attention, which {engine.spec.name} carries"
         raise ValueError(f"{function}: the file has no place for {states}")

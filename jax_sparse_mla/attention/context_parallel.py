@@ -2,6 +2,8 @@
 
 With n devices on a mesh axis, page p lies on device `p % n`, as its page `p // n` (an interleave of one page). Slots
 and page numbers of a step stay those of one device; `own_slots` makes a device's own of them.
+
+Index keys are cut like the cache beside them, and positions like slots where a request's page i lies on device `i % n`.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from jax_sparse_mla.attention.api import row_lengths, sparse_mla_decode
 from jax_sparse_mla.attention.exchange import exchanged
 from jax_sparse_mla.attention.index_table import IndexTable
 from jax_sparse_mla.indices.ownership import AxisName, Ownership, Positions, pack_positions
-from jax_sparse_mla.kv_cache import PagedKV
+from jax_sparse_mla.kv_cache import PagedKV, gather_kv
 from jax_sparse_mla.kv_cache.paged import check_cache
+from jax_sparse_mla.kv_cache.rows import summed_rows
 
 
 def context_parallel_decode(
@@ -33,6 +36,7 @@ def context_parallel_decode(
     extra_cache: PagedKV | None = None,
     extra_indices: jax.Array | None = None,
     extra_topk_length: jax.Array | None = None,
+    whole_cache: bool = False,
     attn_sink: jax.Array | None = None,
     backend: str | None = None,
     batch_invariant: bool = False,
@@ -49,6 +53,8 @@ def context_parallel_decode(
       indices: int32 `[batch, q_len, topk]` slots of all pages, the same on every device; what names no slot is skipped.
       axis_name: the mesh axis over which the pages are cut.
       extra_cache, extra_indices: a second cache that is cut alike, and slots of all of its pages.
+      whole_cache: whether `cache` is whole on every device, as one of windows may be: only `extra_cache` is cut then,
+        and the devices take turns of the slots of `cache` (static).
       attn_sink: float32 `[heads / n]`, of the device's own heads.
       softmax_scale, topk_length, extra_topk_length, backend, batch_invariant: as in `sparse_mla_decode`.
 
@@ -73,7 +79,7 @@ def context_parallel_decode(
         extra_indices = check("extra_indices", extra_indices, ("batch", "q_len", "extra_topk"), INT32)
         extra_lengths = row_lengths(check, "extra_topk_length", extra_topk_length)
         tables.append(IndexTable(extra_cache, extra_indices, extra_lengths))
-    (indices, lengths), *extra = own_tables(tables, axis_name)
+    (indices, lengths), *extra = own_tables(tables, axis_name, whole_first=whole_cache)
     if extra:
         ((extra_indices, extra_topk_length),) = extra
     out, lse = sparse_mla_decode(
@@ -104,6 +110,11 @@ def own_slots(slots: jax.Array, cache: PagedKV, axis_name: AxisName) -> jax.Arra
     return rule.own(jnp.where(slots <= last, slots, -1), lax.axis_index(axis_name))
 
 
+def gather_shared_kv(cache: PagedKV, slots: jax.Array, axis_name: AxisName) -> jax.Array:
+    """`gather_kv` of slots int32 `[n]` of all pages, the same on every device: each row from the device that has it."""
+    return summed_rows(gather_kv(cache, own_slots(slots, cache, axis_name)), axis_name)
+
+
 def cut_pages(cache: PagedKV, n: int) -> PagedKV:
     """The cache with its pages in the order in which n devices hold them: device 0's, then device 1's, and so on.
 
@@ -121,14 +132,24 @@ def cut_pages(cache: PagedKV, n: int) -> PagedKV:
     return dataclasses.replace(cache, data=jnp.moveaxis(pages, 2, 0).reshape(cache.data.shape))
 
 
-def own_tables(tables: Sequence[IndexTable], axis_name: AxisName) -> list[tuple[jax.Array, jax.Array]]:
+def own_tables(
+    tables: Sequence[IndexTable], axis_name: AxisName, *, whole_first: bool = False
+) -> list[tuple[jax.Array, jax.Array]]:
     """For each table, the device's own slots in their order, then −1, and how many there are.
 
     Args:
       tables: one or two, of the device's own pages and slots of all pages; lengths are `[batch, q_len]`.
+      whole_first: whether the first one is of a cache that each device has whole: slot s is device `s % n`'s then.
     """
-    lists = [Positions(*_rule(cache, axis_name), indices, lengths) for cache, indices, lengths in tables]
-    return pack_positions(lists, lax.axis_index(axis_name))
+    rank, rules = lax.axis_index(axis_name), [_rule(cache, axis_name) for cache, *_ in tables]
+    if whole_first:
+        rules[0] = Ownership(lax.axis_size(axis_name)), tables[0].cache.num_slots - 1
+    lists = [Positions(*rule, indices, lengths) for rule, (_, indices, lengths) in zip(rules, tables)]
+    packed = pack_positions(lists, rank)
+    if whole_first:
+        (turns, count), (rule, _) = packed[0], rules[0]
+        packed[0] = jnp.where(turns >= 0, rule.position(turns, rank), -1), count
+    return packed
 
 
 def _rule(cache: PagedKV, axis_name: AxisName) -> tuple[Ownership, int]:

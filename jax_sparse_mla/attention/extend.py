@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_sparse_mla.argument_checks import FLOAT32, FLOATS, INT32, ArgumentChecks
 from jax_sparse_mla.attention.api import sparse_mla_prefill, static_scale
+from jax_sparse_mla.attention.context_parallel import gather_shared_kv
 from jax_sparse_mla.indices import combine_topk_swa_indices
+from jax_sparse_mla.indices.ownership import AxisName
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.paged import check_first_cache, check_second_cache
 from jax_sparse_mla.kv_cache.rows import gather_kv_as_workspace, gather_kv_into
@@ -24,6 +27,7 @@ def sparse_mla_extend(
     softmax_scale: float,
     attn_sink: jax.Array | None = None,
     workspace: jax.Array | None = None,
+    pages_axis: AxisName | None = None,
     backend: str | None = None,
     batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -45,6 +49,8 @@ def sparse_mla_extend(
       workspace: bfloat16 `[≥ plan.workspace_rows, qk_dim]`, a buffer to gather into; its rows past the plan's are left
         alone and never read. Best left out under `jit`: the compiler then gives the layers of a program one buffer in
         turn, which nothing zeroes, whereas an argument that more than one call gathers into is copied for each.
+      pages_axis: the mesh axis over which the pages of compressed_cache are cut, as in `context_parallel_decode`, under
+        `jax.shard_map`: its rows come from all devices, and the workspace is whole on each (static).
       backend, batch_invariant: as in `sparse_mla_prefill`.
 
     Returns:
@@ -66,6 +72,8 @@ def sparse_mla_extend(
     softmax_scale = static_scale(check, softmax_scale)
     attn_sink = check.optional("attn_sink", attn_sink, ("heads",), FLOAT32)
     workspace = check.optional("workspace", workspace, ("workspace rows", layout.qk_dim), (jnp.bfloat16,))
+    if workspace is not None and pages_axis is not None:
+        raise check.fail("workspace must be None with pages_axis: the rows of other devices do not come into a buffer")
     if workspace is not None and workspace.shape[0] < plan.workspace_rows:
         raise check.fail(f"workspace must have at least {plan.workspace_rows} rows, got {workspace.shape[0]}")
     if (compressed_cache is None) != (plan.compress_ratio == 0):
@@ -83,7 +91,7 @@ def sparse_mla_extend(
     if topk_positions.shape[1] < plan.topk:
         raise check.fail(f"topk_positions must have at least {plan.topk} columns, got {topk_positions.shape[1]}")
 
-    workspace, slots = _fill_workspace(plan, swa_cache, compressed_cache, workspace)
+    workspace, slots = _fill_workspace(plan, swa_cache, compressed_cache, workspace, pages_axis)
     indices, lengths = combine_topk_swa_indices(
         topk_positions,
         plan.query_start_loc,
@@ -123,7 +131,11 @@ def _check_plan(check: ArgumentChecks, plan: PrefillPlan) -> None:
 
 
 def _fill_workspace(
-    plan: PrefillPlan, swa_cache: PagedKV, compressed_cache: PagedKV | None, workspace: jax.Array | None
+    plan: PrefillPlan,
+    swa_cache: PagedKV,
+    compressed_cache: PagedKV | None,
+    workspace: jax.Array | None,
+    pages_axis: AxisName | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The workspace with the plan's rows gathered into it, and the slot of each of those rows (−1: no key)."""
     caches = ((compressed_cache, plan.compressed_slots), (swa_cache, plan.swa_slots))
@@ -131,10 +143,15 @@ def _fill_workspace(
     regions = [(cache, slots) for cache, slots in caches if cache is not None and slots.size]
     start, present = 0, []
     for cache, slots in regions:
-        if workspace is None:
+        num_slots = cache.num_slots
+        if pages_axis is not None and cache is compressed_cache:
+            num_slots *= lax.axis_size(pages_axis)
+            workspace = gather_shared_kv(cache, slots, pages_axis)
+            workspace = jnp.pad(workspace, ((0, plan.workspace_rows - slots.shape[0]), (0, 0)))
+        elif workspace is None:
             workspace = gather_kv_as_workspace(cache, slots, plan.workspace_rows)
         else:
             workspace = gather_kv_into(workspace, start, cache, slots)
         start += slots.shape[0]
-        present.append(jnp.where((slots >= 0) & (slots < cache.num_slots), slots, -1))
+        present.append(jnp.where((slots >= 0) & (slots < num_slots), slots, -1))
     return workspace, jnp.concatenate(present)

@@ -33,6 +33,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "2x1: requests over two devices, 1x2: heads and experts over two"
     )
     add("--mesh", type=mesh_shape, metavar="SHARESxDEVICES", help=mesh)
+    pages = "the devices of each share of --mesh share the pages of its KV cache too, for contexts that one cannot hold"
+    add("--context-parallel", action="store_true", help=pages)
 
 
 def options_of(args: argparse.Namespace, **others: Any) -> EngineOptions:
@@ -44,6 +46,7 @@ def options_of(args: argparse.Namespace, **others: Any) -> EngineOptions:
         seed=args.seed,
         speculative_steps=args.speculative_steps or 0,
         backend=args.backend,
+        context_parallel=args.mesh[1] if args.context_parallel else 1,
         **others,
     )
 

@@ -33,7 +33,8 @@ def plans(spec: ModelSpec, options: EngineOptions, backend: str | None) -> dict[
     def plan(phase: str, rows: int) -> Plan:
         layout = workspace_layout(spec.qk_dim) if phase == "prefill" else cached
         columns = (spec.window or 0) + spec.index_width
-        return plan_here(Call(phase, layout, rows, spec.num_heads, DeviceInfo.current(), columns), backend=backend)
+        heads = spec.num_heads * (options.context_parallel if phase == "decode" else 1)  # which share keys
+        return plan_here(Call(phase, layout, rows, heads, DeviceInfo.current(), columns), backend=backend)
 
     planned = {"prefill": plan("prefill" if gathered else "decode", options.chunk_size)}
     planned["decode"] = plan("decode", options.max_batch)
@@ -46,7 +47,8 @@ def print_header(setup: Any, engine: Any, requests: list[Request], planned: dict
     spec, options = setup.spec, engine.options
     heads = f"{spec.num_heads} heads{'' if engine.mesh is None else ' on each device'}"
     cache = f"{'BF16' if options.bf16_cache else spec.kv_layout.name}, paged, {spec.page_size} tokens a page"
-    print(f"KV cache   {cache}, for {setup.model.num_layers} layers of {heads}")
+    shared = f", shared by {n} devices" if (n := options.context_parallel) > 1 else ""
+    print(f"KV cache   {cache}{shared}, for {setup.model.num_layers} layers of {heads}")
     lengths = [len(r.prompt) for r in requests]
     prompts = ", ".join(map(str, lengths)) if len(lengths) <= 4 else f"{min(lengths)} to {max(lengths)}"
     print(f"requests   {len(requests)} with {prompts} prompt tokens, {requests[0].max_new_tokens} new tokens each")

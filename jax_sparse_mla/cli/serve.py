@@ -130,7 +130,7 @@ def new_api(args: argparse.Namespace, key: str | None = None, template: str | No
     engine = setup.new_engine(options)
     engine.ahead = engine.ahead and not args.warmup
     shares = 1 if args.mesh is None else args.mesh[0]
-    pages, page = engine.scheduler.pool.num_pages - 1, model.spec.page_size
+    pages, page = engine.scheduler.pool.most_pages, model.spec.page_size
     at_once = f"{shares * args.max_batch} requests of up to {args.max_len}"
     print(f"KV cache   {shares * pages} pages of {page} tokens; {at_once}")
     if args.warmup:

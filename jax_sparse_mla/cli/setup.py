@@ -146,13 +146,13 @@ class MeshSetup(Setup):
         engine = MeshEngine(self.model, self.params, options, self.mesh)
         if self.whole is not None:
             weights, caches = map(bytes_of_a_device, (engine.params, engine.state))
-            needed = weights + 2 * caches + size_of(self.whole[1])
+            needed = weights + (1 + options.context_parallel) * caches + size_of(self.whole[1])
             check_memory("the check on one device, which --no-check leaves out, needs", needed)
         return engine
 
     def new_engine_of_one_device(self, engine: Engine) -> Engine:
         """An engine of one device with the options of a share, but no drafts."""
-        return Engine(*self.whole, dataclasses.replace(engine.options, speculative_steps=0))
+        return Engine(*self.whole, dataclasses.replace(engine.options, speculative_steps=0, context_parallel=1))
 
 
 def _import_tvm_ffi() -> None:
@@ -190,7 +190,10 @@ def check_requests(args: argparse.Namespace, setup: Setup, prompt: list[int]) ->
 
 
 def new_setup(args: argparse.Namespace, check: Check | None) -> Setup:
-    """The setup that the arguments ask for; raises what `Setup` and `MeshSetup` raise."""
+    """The setup that the arguments ask for; raises what `Setup` and `MeshSetup` raise, and ValueError for
+    --context-parallel without several devices in a share."""
+    if args.context_parallel and (args.mesh is None or args.mesh[1] == 1):
+        raise ValueError("--context-parallel needs a --mesh of several devices in a share, for instance 1x2")
     # torch's weights and JAX's caches may share one GPU's memory: JAX must not take most of it beforehand.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     keep_programs()

@@ -142,11 +142,16 @@ def _gather_rule(cache: PagedKV) -> sharding.PartitionRule:
     def across(gather, axes, cache, slots):
         """Each device's own rows and zeros, added as integers, which keeps every bit."""
         slots = slots_of_share(jnp.where(slots < num_slots, slots, -1), axes, cache.num_slots)
-        rows = gather(cache, slots)
-        pairs = lax.bitcast_convert_type(rows.reshape(len(slots), -1, 2), jnp.int32)
-        return lax.bitcast_convert_type(lax.psum(pairs, axes), rows.dtype).reshape(rows.shape)
+        return summed_rows(gather(cache, slots), axes)
 
     return sharding.PartitionRule((_of_cache(cache, _pages_cut(cache)), P("rows")), P("rows"), across)
+
+
+def summed_rows(rows: jax.Array, axes: Any) -> jax.Array:
+    """The sum over mesh axes of bfloat16 `[n, qk_dim]`, of which one device has each row and the others zeros: as
+    integers, which keeps every bit."""
+    pairs = lax.bitcast_convert_type(rows.reshape(len(rows), -1, 2), jnp.int32)
+    return lax.bitcast_convert_type(lax.psum(pairs, axes), rows.dtype).reshape(rows.shape)
 
 
 def gather_kv_into(workspace: jax.Array, start: int, cache: PagedKV, slots: jax.Array) -> jax.Array:

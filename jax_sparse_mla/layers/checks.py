@@ -54,10 +54,12 @@ def check_v4_layer(
     kind: LayerKind,
     source: Any = None,
     layer: V41Layer | None = None,
+    devices: int = 1,
 ) -> None:
     """Refuses what a layer with a window cannot serve; the arguments of `v4_layer` and `v41_layer` under their names.
 
     `check` is of the public function. `layer` is one of V4.1, in which a part that it does not have must be None.
+    `devices` share the pages of compressed entries.
 
     Raises:
       TypeError: a cache, parameters or rows that this kind needs are missing.
@@ -105,7 +107,7 @@ def check_v4_layer(
     if kind.selected:
         _check_index_k(check, holder, read.index_k, "compressed", read.compressed, spec=spec, tokens=ratio)
     pool = metadata.compressed[ratio]
-    if (tokens := read.compressed.num_slots * ratio) < (pool.pool_tokens or 0):
+    if (tokens := read.compressed.num_slots * ratio * devices) < (pool.pool_tokens or 0):
         raise check.fail(
             f"{holder}.compressed must have an entry for every {ratio} tokens of the pool, got "
             f"{read.compressed.num_pages} pages of {read.compressed.page_size}, for {tokens} tokens, where the pool "

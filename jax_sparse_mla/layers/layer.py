@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jax_sparse_mla.attention import sparse_mla_decode, sparse_mla_extend
+from jax_sparse_mla.attention import context_parallel_decode, sparse_mla_decode, sparse_mla_extend
 from jax_sparse_mla.indexer.candidates import index_topk_and_blocks, index_topk_in_blocks
-from jax_sparse_mla.indexer.logits import IndexKeys, as_index_keys, quantize_index_q
-from jax_sparse_mla.indexer.select import logits_at_once, selected_positions
+from jax_sparse_mla.indexer.logits import IndexKeys, as_index_keys, logits_of, quantize_index_q
+from jax_sparse_mla.indexer.select import SCRATCH_BYTES, in_chunks, logits_at_once, rows_at_once, selected_positions
 from jax_sparse_mla.indices import TopkTransform, topk_positions, topk_transform
 from jax_sparse_mla.indices.lookup import page_slot_or_minus_one
+from jax_sparse_mla.indices.ownership import Ownership, global_topk
 from jax_sparse_mla.kv_cache import PagedKV
+from jax_sparse_mla.launch.transforms import varying_alike
 from jax_sparse_mla.layers.state import (
     IndexRows,
     LayerOptions,
@@ -60,7 +64,11 @@ def windowed_layer(
       out `[T, heads, 512]`, the updated cache, and the selection: the layer's own, or the one passed in.
     """
     metadata = step.metadata
-    cache, attn_sink, index_q, index_weights = write_layer(cache, rows, params, step, spec=spec, kind=kind)
+    options = options if kind.ratio else options._replace(pages_axis=None)  # a window is whole on every device
+    pages_axis = options.pages_axis
+    cache, attn_sink, index_q, index_weights = write_layer(
+        cache, rows, params, step, spec=spec, kind=kind, pages_axis=pages_axis
+    )
     compressed_source, slots = cache if kind.owns_kv else source, None
     if kind.selects == "own" and options.replayed is not None:
         positions = seen_positions(options.replayed, metadata.compressed[kind.ratio].lengths)
@@ -94,6 +102,7 @@ def windowed_layer(
             positions,
             softmax_scale=spec.softmax_scale,
             attn_sink=attn_sink,
+            pages_axis=pages_axis,
             backend=options.backend,
             batch_invariant=options.batch_invariant,
         )
@@ -152,6 +161,8 @@ def select_entries(
     table, request, scores = entries.page_table, entries.row_to_request, options.index_scores
     if table.shape[1] * as_index_keys(entries.index_k).page_size <= topk:  # every row selects all that it sees
         return seen_positions(jnp.arange(topk, dtype=jnp.int32)[None], entries.lengths), None
+    if scores is None and options.pages_axis is not None:
+        return _select_shared(queries, entries, topk, options=options), None
     if scores is None and at_once:
         pages = table if request is None else table[request]
         scores = logits_at_once(
@@ -181,6 +192,31 @@ def select_entries(
         row_to_request=request,
     )
     return positions, slots
+
+
+def _select_shared(
+    queries: tuple[jax.Array, jax.Array], entries: IndexedEntries, topk: int, *, options: LayerOptions
+) -> jax.Array:
+    """As `select_entries`, of index keys that devices share: each scores its own, and all choose among the best."""
+    axis, invariant, size = options.pages_axis, options.batch_invariant, entries.page_size
+    n, rank = lax.axis_size(axis), lax.axis_index(axis)
+    rule, keys = Ownership(n, size), as_index_keys(entries.index_k)
+    pages = -(-entries.page_table.shape[1] // n)  # of a request, at most, on one device
+    table = jnp.pad(entries.page_table, ((0, 0), (0, n * pages - entries.page_table.shape[1])), constant_values=-1)
+    table = table.reshape(-1, pages, n)[:, :, rank] // n  # −1 stays −1
+    rows_of = {"q": queries[0], "weights": queries[1], "lengths": entries.lengths}
+    rows_of |= {"pages": table} if entries.row_to_request is None else {"request": entries.row_to_request}
+    rows = entries.lengths.shape[0]
+
+    def chunk(rows_of: dict[str, jax.Array]) -> jax.Array:
+        own, lengths = rows_of.get("pages"), rows_of["lengths"]
+        own = table[rows_of["request"]] if own is None else own
+        arguments = rows_of["q"], rows_of["weights"], keys, own, rule.local_lengths(lengths, rank)
+        options = {"rows_of_call": None if invariant else rows, "alone": invariant}
+        logits = logits_of(*varying_alike(arguments), **options, fill=False)  # nothing past a length is read
+        return global_topk(logits, lengths, topk, ownership=rule, axis_name=axis)
+
+    return in_chunks(chunk, rows_of, rows_at_once(pages * size, SCRATCH_BYTES, invariant))
 
 
 def _select_among_candidates(
@@ -214,9 +250,16 @@ def attend_paged(
     attn_sink: jax.Array | None = None,
     extra: tuple[PagedKV | None, jax.Array | None, jax.Array | None] = (None, None, None),
 ) -> jax.Array:
-    """`out [T, heads, 512]` over the paged caches; `extra` is the second cache, its indices and their lengths."""
+    """`out [T, heads, 512]` over the paged caches; `extra` is the second cache, its indices and their lengths.
+
+    With `options.pages_axis` devices share the pages of the last cache, and heads are the device's own.
+    """
     extra_cache, extra_indices, extra_lengths = extra
-    out, _ = sparse_mla_decode(
+    attend = sparse_mla_decode
+    if (axis := options.pages_axis) is not None:
+        q = lax.all_gather(q, axis, axis=1, tiled=True)
+        attend = functools.partial(context_parallel_decode, axis_name=axis, whole_cache=extra_cache is not None)
+    out, _ = attend(
         q[:, None],
         cache,
         indices[:, None],

@@ -14,6 +14,7 @@ from jax_sparse_mla.argument_checks import ArgumentChecks
 from jax_sparse_mla.compressor.state import CompressorState, compressor_window
 from jax_sparse_mla.indexer.keys import IndexFormat
 from jax_sparse_mla.indexer.logits import IndexKeys
+from jax_sparse_mla.indices.ownership import AxisName
 from jax_sparse_mla.kv_cache import PagedKV
 from jax_sparse_mla.kv_cache.layout import bf16_layout
 from jax_sparse_mla.kv_cache.pool import LayerPool
@@ -39,6 +40,7 @@ class LayerOptions(NamedTuple):
     backend: str | None = None
     batch_invariant: bool = False
     replayed: jax.Array | None = None  # positions that an indexer's layer takes instead of selecting
+    pages_axis: AxisName | None = None  # the mesh axis whose devices share the pages
 
 
 @pytree_dataclass

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from jax_sparse_mla.attention import sparse_mla_prefill
+from jax_sparse_mla.attention import own_slots, sparse_mla_prefill
+from jax_sparse_mla.attention.context_parallel import gather_shared_kv
 from jax_sparse_mla.compressor.pools import pool_keys
 from jax_sparse_mla.indexer.logits import hadamard_transform, quantize_index_q, write_index_k
 from jax_sparse_mla.indices import TopkTransform, expand_pools
 from jax_sparse_mla.indices.lookup import add_or_minus_one, page_slot_or_minus_one
+from jax_sparse_mla.indices.ownership import AxisName
 from jax_sparse_mla.kv_cache import gather_kv, write_kv
 from jax_sparse_mla.layers import checks as layer_checks
 from jax_sparse_mla.layers.layer import IndexedEntries, attend_paged, seen_positions, select_entries
@@ -30,6 +33,7 @@ def v32_layer(
     index_scores: jax.Array | None = None,
     selected: jax.Array | None = None,
     index_ape: jax.Array | None = None,
+    pages_axis: AxisName | None = None,
     backend: str | None = None,
     batch_invariant: bool = False,
 ) -> tuple[jax.Array, V32LayerCache, jax.Array]:
@@ -47,12 +51,16 @@ def v32_layer(
     transform before they are quantised, as in SGLang and vLLM. Pools are selected whole, and every row attends to the
     tokens of an unfinished one: positions are int32 `[T, spec.index_width]`. The columns of `index_scores` are pools.
     They have no `batch_invariant`: their transform is a matrix product of XLA's.
+
+    With `pages_axis`, as in `v4_layer`, each device has its own pages of kv and index keys; there must be no pools.
     """
     layer_checks.check_v32_layer(cache, rows, batch, index_scores, selected, index_ape, spec=spec)
-    pool, options = spec.kind().pool, LayerOptions(index_scores, backend, batch_invariant)
+    pool, options = spec.kind().pool, LayerOptions(index_scores, backend, batch_invariant, pages_axis=pages_axis)
     if batch_invariant and pool > 1:
         raise ValueError(f"v32_layer: batch_invariant serves no pools of index keys, got pools of {pool}")
-    cache = write_v32(cache, rows, batch, metadata, index_ape, pool)
+    if pages_axis is not None and pool > 1:
+        raise ValueError(f"v32_layer: pages_axis serves no pools of index keys, got pools of {pool}")
+    cache = write_v32(cache, rows, batch, metadata, index_ape, pool, pages_axis)
     ragged, positions, slots = metadata.topk_transform is TopkTransform.RAGGED, selected, None
     if selected is not None and rows.index_k is not None:
         positions = seen_positions(selected, metadata.seqlens_expanded)
@@ -77,9 +85,10 @@ def v32_layer(
         if pool > 1:
             positions = expand_pools(positions, metadata.seqlens_expanded, pool)
     if ragged:
+        gather = gather_kv if pages_axis is None else functools.partial(gather_shared_kv, axis_name=pages_axis)
         out, _, _ = sparse_mla_prefill(
             rows.q,
-            gather_kv(cache.kv, metadata.kv_slots),
+            gather(cache.kv, metadata.kv_slots),
             add_or_minus_one(positions, metadata.topk_indices_offset[:, None]),
             softmax_scale=spec.softmax_scale,
             topk_length=metadata.topk_lengths,
@@ -103,10 +112,13 @@ def write_v32(
     metadata: V32Metadata,
     ape: jax.Array | None = None,
     pool: int = 1,
+    pages_axis: str | None = None,
 ) -> V32LayerCache:
     """The cache with the rows of the step's tokens and, of a layer with an indexer, their index keys or those of the
-    pools that they finish."""
+    pools that they finish; with `pages_axis`, what belongs into this device's pages."""
     keys, slots = rows.index_k, metadata.out_cache_loc
+    if pages_axis is not None:
+        slots = own_slots(slots, cache.kv, pages_axis)
     cache = dataclasses.replace(cache, kv=write_kv(cache.kv, slots, rows.kv))
     if keys is None:
         return cache

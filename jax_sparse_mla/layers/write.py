@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_sparse_mla.attention import own_slots
 from jax_sparse_mla.compressor.api import compress_kv
 from jax_sparse_mla.compressor.state import CompressorState, compressor_window
 from jax_sparse_mla.indexer.logits import (
@@ -25,6 +26,7 @@ from jax_sparse_mla.indexer.logits import (
     write_index_k,
     write_transformed_index_k,
 )
+from jax_sparse_mla.indices.ownership import AxisName
 from jax_sparse_mla.kv_cache import KVLayout, write_kv
 from jax_sparse_mla.kv_cache.quantize import decode_rows, encode_rows
 from jax_sparse_mla.launch.describe import Executor
@@ -93,9 +95,12 @@ def write_layer(
     *,
     spec: ModelSpec,
     kind: LayerKind,
+    pages_axis: AxisName | None = None,
 ) -> Written:
     """Writes the window's rows and the entries that the compressors complete; arguments as of `v4_layer`."""
     read, most = step_of(step, kind), rows_each(step)
+    if pages_axis is not None and kind.owns_kv:
+        read = read._replace(entry_slots=own_slots(read.entry_slots, cache.compressed, pages_axis))
     by_kernel = all(each.index_keys != "entries" for each in spec.kinds)  # it was not written for any layer of V4.1
     written = _write(
         *(cache, rows, params, read), kind=kind, rows_each=most, fp4_rows=spec.fp4_rows, by_kernel=by_kernel

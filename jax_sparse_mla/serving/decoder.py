@@ -58,6 +58,7 @@ class StepInputs:
         attends over expanded heads (static); see `deepseek_v32.attends_expanded`.
       backend: of the attention; None is the router's choice (static).
       batch_invariant: whether a row's result must not depend on the other rows (static).
+      pages_axis: the mesh axis whose devices share the pages of the caches, as in `v4_layer` (static).
       trace: whether to keep each layer's attention input and selection (static).
       selected: int32 `[layers that select, T, k]`, positions that these layers (`Model.selecting_layers`) attend to
         instead of selecting; None: they select.
@@ -72,6 +73,7 @@ class StepInputs:
     expanded: bool = static(default=False)
     backend: str | None = static(default=None)
     batch_invariant: bool = static(default=False)
+    pages_axis: str | None = static(default=None)
     trace: bool = static(default=False)
     selected: jax.Array | None = None
     return_selected: bool = static(default=False)

@@ -164,6 +164,7 @@ def attend(
         spec=config.spec,
         index_scores=step.index_scores,
         selected=selected,
+        pages_axis=inputs.pages_axis,
         backend=inputs.backend,
         batch_invariant=inputs.batch_invariant,
     )

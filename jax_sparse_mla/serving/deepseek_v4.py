@@ -135,6 +135,7 @@ def attend(
         ratio=ratio,
         index_scores=step.index_scores,
         selected=selected if config.spec.kind(ratio).selects == "own" else None,
+        pages_axis=inputs.pages_axis,
         backend=inputs.backend,
         batch_invariant=inputs.batch_invariant,
     )

@@ -68,7 +68,8 @@ class Engine:
 
     Raises:
       ValueError: drafts or reuse of prefixes for a model whose layers carry states (`Model.is_recurrent`);
-        `batch_invariant` for one with pools of index keys; more caches than the device has room for.
+        `batch_invariant` for one with pools of index keys; `context_parallel` without a mesh; more caches than the
+        device has room for.
 
     Attributes:
       scheduler: the requests, their pages, and counters of what happened.
@@ -95,6 +96,8 @@ class Engine:
                     f"{name} must be 0 for {model.spec.name}, got {value}: its linear attention carries a state for "
                     "each request that cannot go back to an earlier token"
                 )
+        if self.mesh is None and (devices := options.context_parallel) > 1:
+            raise ValueError(f"context_parallel must be 1 for an engine of one device, got {devices}: it needs a mesh")
         gathers = prefill_backend(model.spec, options) == GATHERED
         begin_to_load(model.spec if gathers else None)
         self.model, self.options = model, options
@@ -456,7 +459,7 @@ class Engine:
         from its start."""
         options = self.options
         chosen = options.backend or options.prefill_backend or override_of("prefill")  # by the user
-        if chosen or options.batch_invariant:
+        if chosen or options.batch_invariant or options.context_parallel > 1:
             return False
         return attends_expanded(self.model.config, rows, max_seq_len)
 
@@ -520,6 +523,7 @@ class Engine:
             expanded=expanded,
             backend=self.options.backend,
             batch_invariant=self.options.batch_invariant,
+            context_parallel=self.options.context_parallel,
             trace=self.options.trace,
             logits=self.options.trace,
             replays=replays,

@@ -1,7 +1,8 @@
 """Serves requests over a mesh of devices: requests over one axis, heads and experts over the other.
 
 Each share of the requests has pages, tables and a scheduler of its own, as if it had an engine of its own; its devices
-have the whole caches, since all heads read the same keys. A step is one program for all shares.
+have the whole caches, since all heads read the same keys, or share their pages (`EngineOptions.context_parallel`). A
+step is one program for all shares.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jax_sparse_mla.serving import step as steps
 from jax_sparse_mla.serving.checkpoint import from_named_arrays, init_params
 from jax_sparse_mla.serving.engine import Engine
 from jax_sparse_mla.serving.memory import bytes_of_a_device, check_memory, size_of
-from jax_sparse_mla.serving.model import Caches, Model, Params, read_folder
+from jax_sparse_mla.serving.model import Caches, Draft, Model, Params, read_folder
 from jax_sparse_mla.serving.params import LayerParams, LayerWeights
 from jax_sparse_mla.serving.quantised import JoinedRows, Quantised, join_rows, multiplied_out
 from jax_sparse_mla.serving.request import Logprob, Request
@@ -361,7 +362,8 @@ class MeshEngine(Engine):
       mesh: every process of it runs the same engine with the same requests in the same order.
 
     Raises:
-      ValueError: `options.trace`, which is for comparisons on one device.
+      ValueError: `options.trace`, which is for comparisons on one device; `options.context_parallel` that is neither 1
+        nor the devices of a share.
     """
 
     mesh: Mesh
@@ -369,6 +371,10 @@ class MeshEngine(Engine):
     def __init__(self, model: Model, params: Params, options: EngineOptions, mesh: Mesh):
         if options.trace:
             raise ValueError("MeshEngine: a traced step is one of a single device; leave out options.trace")
+        if (devices := options.context_parallel) not in (1, mesh.shape[HEADS]):
+            raise ValueError(
+                f"MeshEngine: context_parallel must be 1 or the {mesh.shape[HEADS]} devices of a share, got {devices}"
+            )
         self.mesh = mesh
         super().__init__(model, params, options)
 
@@ -380,9 +386,10 @@ class MeshEngine(Engine):
 
     def _place(self, params: Params) -> tuple[State, Params]:
         new_state = functools.partial(self._new_state, params)  # which reads their dtype only
-        needed = bytes_of_a_device(params) + size_of(jax.eval_shape(new_state))
-        check_memory("weights and caches of a device need", needed)
-        new_state = jax.shard_map(new_state, mesh=self.mesh, in_specs=(), out_specs=P(REQUESTS))
+        state = jax.eval_shape(new_state)
+        check_memory("weights and caches of a device need", bytes_of_a_device(params) + size_of(state))
+        self._specs = _specs_of(state, self.options)
+        new_state = jax.shard_map(new_state, mesh=self.mesh, in_specs=(), out_specs=self._specs)
         return jax.jit(new_state)(), params
 
     def _pack(self, program: Program, plan: JointPlan | None) -> jax.Array:
@@ -432,8 +439,8 @@ class MeshEngine(Engine):
         step = jax.shard_map(
             of_device,
             mesh=self.mesh,
-            in_specs=(parameter_specs(self.params, self.mesh), P(REQUESTS), P(REQUESTS), *replayed),
-            out_specs=(*5 * [P(REQUESTS)], _OF_ROWS),
+            in_specs=(parameter_specs(self.params, self.mesh), self._specs, P(REQUESTS), *replayed),
+            out_specs=(self._specs, *4 * [P(REQUESTS)], _OF_ROWS),
         )
 
         def on_all(params: Params, state: State, *given: jax.Array):
@@ -454,7 +461,7 @@ class MeshEngine(Engine):
         caches, sharding = self.state.caches, NamedSharding(self.mesh, P(REQUESTS))
         for of_shares in pairs:
             of_shares = jax.device_put(np.array(of_shares, np.int32), sharding)
-            caches = _copy_on_all(caches, of_shares, mesh=self.mesh)
+            caches = _copy_on_all(caches, of_shares, mesh=self.mesh, spec=self._specs.caches)
         self.state = dataclasses.replace(self.state, caches=caches)
 
 
@@ -465,7 +472,16 @@ def _map_on_all(tables: RequestTables, changes: jax.Array, *, mesh: Mesh, size: 
     return jax.shard_map(one, mesh=mesh, in_specs=P(REQUESTS), out_specs=P(REQUESTS))(tables, changes)
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="mesh")
-def _copy_on_all(caches: Caches, pairs: jax.Array, *, mesh: Mesh) -> Caches:
+@functools.partial(jax.jit, donate_argnums=0, static_argnames=("mesh", "spec"))
+def _copy_on_all(caches: Caches, pairs: jax.Array, *, mesh: Mesh, spec: P) -> Caches:
     """pairs int32 `[shares, 2]`."""
-    return jax.shard_map(steps.copy_states, mesh=mesh, in_specs=P(REQUESTS), out_specs=P(REQUESTS))(caches, pairs)
+    return jax.shard_map(steps.copy_states, mesh=mesh, in_specs=(spec, P(REQUESTS)), out_specs=spec)(caches, pairs)
+
+
+def _specs_of(state: State, options: EngineOptions) -> State:
+    """How a state lies on a mesh: of caches each device has its own where the devices of a share share the pages,
+    windows and carried states among them, which are the same on all of a share."""
+    shares = P(REQUESTS)
+    caches = P((REQUESTS, HEADS)) if options.context_parallel > 1 else shares
+    draft = Draft(cache=caches, states=shares, tokens=shares) if isinstance(state.draft, Draft) else shares
+    return State(caches=caches, tables=shares, last_tokens=shares, counts=shares, draft=draft)

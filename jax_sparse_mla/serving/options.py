@@ -38,6 +38,8 @@ class EngineOptions:
       speculative_steps: the most draft tokens of a step for which the caches have room, at most `MAX_DRAFTS`.
       backend: the attention backend's name; None takes the router's choice for each call.
       num_pages: pages of the full pool; None has enough for `max_batch` requests of `max_len`.
+      context_parallel: devices of a mesh's axis "model" that share the pages of the caches, each with every so many-th
+        page of a request; 1: each has all pages. Of `num_pages` each has its part.
       reuse_points: prefix reuse, 0 is off: with a window the number of states that are kept, else any number is on.
       logits_hook: changes logits as requests ask by `Request.adjust`; its program runs only in steps of such requests.
       batch_invariant: a request's tokens and logits do not depend, to the bit, on who else is served. Every step is
@@ -58,6 +60,7 @@ class EngineOptions:
     speculative_steps: int = 0
     backend: str | None = None
     num_pages: int | None = None
+    context_parallel: int = 1
     reuse_points: int = 0
     logits_hook: LogitsHook | None = None
     batch_invariant: bool = False
@@ -68,6 +71,7 @@ class EngineOptions:
                 f"prefill_backend must be one of {', '.join(PREFILL_BACKENDS)}, got {self.prefill_backend!r}"
             )
         leasts = {"chunk_size": 1, "max_batch": 1, "max_len": 2, "speculative_steps": 0, "reuse_points": 0}
+        leasts["context_parallel"] = 1
         if self.num_pages is not None:
             leasts["num_pages"] = 2  # page 0 is that of padding
         for name, least in leasts.items():
@@ -76,6 +80,11 @@ class EngineOptions:
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if (pages := self.num_pages) is not None:
+            devices = self.context_parallel
+            if pages % devices or pages < 2 * devices:
+                raise ValueError(f"num_pages must be at least 2 for each of {devices} devices that share them, and as "
+                                 f"many for each, got {pages}")  # fmt: skip
         if self.speculative_steps > MAX_DRAFTS:
             raise ValueError(f"speculative_steps must be at most {MAX_DRAFTS}, got {self.speculative_steps}")
         for name, value in (("num_pages", None), ("reuse_points", 0)) if self.batch_invariant else ():

@@ -25,32 +25,58 @@ class PagePool:
     A page that nobody uses is free, or idle: kept for what it holds until a page is needed. The idle page that has
     waited longest is taken first.
 
+    Where several devices share the pages, page p lies on device `p % devices`, and whoever takes pages for a request
+    takes its page i of device `i % devices`: then each device has its turn of every request.
+
     Attributes:
-      free, idle: page numbers, the first idle one to be taken first.
       on_evict: called with an idle page before it is given out for something else.
     """
 
-    def __init__(self, num_pages: int, rng: np.random.Generator):
+    def __init__(self, num_pages: int, rng: np.random.Generator, devices: int = 1):
         # Shuffled, as in an engine that has run for a while, so that slots are not positions.
-        self.free = rng.permutation(np.arange(1, num_pages)).tolist()
-        self.idle: collections.OrderedDict[int, None] = collections.OrderedDict()
+        order = rng.permutation(np.arange(1, num_pages))
+        self._free = [order[order % devices == device].tolist() for device in range(devices)]
+        self._idle: list[collections.OrderedDict[int, None]] = [collections.OrderedDict() for _ in range(devices)]
         self.on_evict: Callable[[int], None] = lambda page: None
         self._users = [0] * num_pages
         self._kept: set[int] = set()
 
     @property
-    def available(self) -> int:
-        """How many pages `take` can give out."""
-        return len(self.free) + len(self.idle)
+    def free(self) -> list[int]:
+        """Page numbers."""
+        return [page for pages in self._free for page in pages]
 
-    def take(self) -> int:
-        """A page for one user; `OutOfPages` where all are in use."""
-        if self.free:
-            page = self.free.pop()
-        elif self.idle:
-            page = next(iter(self.idle))
+    @property
+    def idle(self) -> list[int]:
+        """Page numbers, of each device the first one to be taken first."""
+        return [page for pages in self._idle for page in pages]
+
+    def is_idle(self, page: int) -> bool:
+        return page in self._idle[page % len(self._idle)]
+
+    @property
+    def available(self) -> int:
+        """How many pages a request can have, whichever device its first one is to be of."""
+        return len(self._free) * min(map(self._available, range(len(self._free))))
+
+    def has(self, first: int, count: int) -> bool:
+        """Whether `take` can give out pages `first … first + count − 1` of a request."""
+        devices = len(self._free)
+        return all(-(-(count - i) // devices) <= self._available((first + i) % devices) for i in range(devices))
+
+    def _available(self, device: int) -> int:
+        return len(self._free[device]) + len(self._idle[device])
+
+    def take(self, index: int = 0) -> int:
+        """Page `index` of a request, for one user; `OutOfPages` where all of its device are in use."""
+        device = index % len(self._free)
+        free, idle = self._free[device], self._idle[device]
+        if free:
+            page = free.pop()
+        elif idle:
+            page = next(iter(idle))
             self.on_evict(page)
-            self.idle.pop(page, None)
+            idle.pop(page, None)
             self._kept.discard(page)
         else:
             raise OutOfPages("no free page left: fewer requests at once, or a larger pool")
@@ -59,7 +85,7 @@ class PagePool:
 
     def share(self, page: int) -> None:
         """One user more, of a page in use or idle."""
-        self.idle.pop(page, None)
+        self._idle[page % len(self._idle)].pop(page, None)
         self._users[page] += 1
 
     def give_back(self, page: int) -> bool:
@@ -67,10 +93,11 @@ class PagePool:
         self._users[page] -= 1
         if self._users[page]:
             return False
+        device = page % len(self._free)
         if page in self._kept:
-            self.idle[page] = None
+            self._idle[device][page] = None
         else:
-            self.free.append(page)
+            self._free[device].append(page)
         return True
 
     def keep(self, page: int) -> None:
@@ -80,9 +107,10 @@ class PagePool:
     def drop(self, page: int) -> None:
         """Undoes `keep`."""
         self._kept.discard(page)
-        if page in self.idle:
-            del self.idle[page]
-            self.free.append(page)
+        device = page % len(self._free)
+        if page in self._idle[device]:
+            del self._idle[device][page]
+            self._free[device].append(page)
 
 
 class RequestPool:
@@ -94,6 +122,7 @@ class RequestPool:
       seed: of the page order.
       num_pages: pages of the full pool, page 0 included; by default enough for every request.
       num_swa_pages: of the window's pool; by default as many.
+      devices: that share the pages of the full pool, a divisor of their number; see `PagePool`.
 
     Raises:
       ValueError: the host's memory is too small for them.
@@ -115,11 +144,12 @@ class RequestPool:
         seed: int,
         num_pages: int | None = None,
         num_swa_pages: int | None = None,
+        devices: int = 1,
     ):
         rng = np.random.default_rng(seed)
-        self.page_size, self.window = page_size, window
+        self.page_size, self.window, self.devices = page_size, window, devices
         pages_per_request = -(-max_len // page_size)
-        self.num_pages = num_pages or 1 + max_requests * pages_per_request
+        self.num_pages = num_pages or devices + max_requests * self.turns(pages_per_request)
         self.num_swa_pages = num_swa_pages or self.num_pages  # enough for a whole prompt in one chunk
         slots = page_size * max(max_requests * pages_per_request, self.num_pages, self.num_swa_pages)
         tables = f"tables for {max_requests} requests of up to {max_len} tokens"
@@ -129,7 +159,7 @@ class RequestPool:
         self.req_to_token = np.full((max_requests, pages_per_request * page_size), -1, np.int32)
         self.full_to_swa = np.full(self.num_pages * page_size + 1, -1, np.int32)
         self.full_to_swa[0] = 0  # padding rows write to slot 0 of either pool
-        self.pages = PagePool(self.num_pages, rng)
+        self.pages = PagePool(self.num_pages, rng, devices)
         self.swa_pages = PagePool(self.num_swa_pages, rng)
         self._offsets = np.arange(page_size, dtype=np.int32)
         self._free_rows = list(range(max_requests))
@@ -141,6 +171,15 @@ class RequestPool:
         self._changes: list[tuple[int, int, int]] = []  # (row, index, page)
         # Gives up a kept window page that nobody reads now; False if there is none.
         self.reclaim_window: Callable[[], bool] = lambda: False
+
+    @property
+    def most_pages(self) -> int:
+        """Pages of the longest request that the full pool has room for, alone."""
+        return self.num_pages - self.devices
+
+    def turns(self, count: int) -> int:
+        """Pages, rounded up to as many of each device: what so many of a request may take of `PagePool.available`."""
+        return -(-count // self.devices) * self.devices
 
     @property
     def free_rows(self) -> int:
@@ -189,11 +228,12 @@ class RequestPool:
         if missing > 0:
             while self.window is not None and missing > self.swa_pages.available and self.reclaim_window():
                 pass
-            if missing > self.pages.available or (self.window is not None and missing > self.swa_pages.available):
+            has = self.pages.has(len(pages), missing)
+            if not has or (self.window is not None and missing > self.swa_pages.available):
                 raise OutOfPages(f"{missing} pages are needed, {self.pages.available} are free: fewer requests at "
                                  "once, or a larger pool")  # fmt: skip
-            for _ in range(missing):
-                page = self.pages.take()
+            for index in range(len(pages), len(pages) + missing):
+                page = self.pages.take(index)
                 if self.window is not None:
                     self._swa_page[page] = swa = self.swa_pages.take()
                     self._map_window(page, swa)

@@ -102,6 +102,7 @@ class Scheduler:
             seed=options.seed,
             num_pages=options.num_pages,
             num_swa_pages=self._window_pages() if spec.windowed else None,
+            devices=options.context_parallel,
         )
 
     def _begin(self) -> None:
@@ -145,8 +146,8 @@ class Scheduler:
                 f"{name} has {len(prompt)} tokens and asks for {new}: more than max_len {self.options.max_len}"
             )
         needed = self._pages_for(len(prompt) + new + self.options.speculative_steps)
-        if needed > self.pool.num_pages - 1:
-            raise ValueError(f"{name} needs {needed} pages: more than the pool's {self.pool.num_pages - 1}")
+        if needed > self.pool.most_pages:
+            raise ValueError(f"{name} needs {needed} pages: more than the pool's {self.pool.most_pages}")
         tokens = (*prompt, *request.forced) if request.forced else prompt
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise ValueError(f"{name} has tokens out of the model's vocabulary of {self.vocab_size}")
@@ -395,7 +396,8 @@ class Scheduler:
         while self.waiting and len(self.running) < self.options.max_batch and self.pool.free_rows:
             request = self.waiting[0]
             # Requests in prefill will take pages for the tokens that they have not read.
-            reserved = sum(self._missing_pages(r) for r in self.running if r.in_prefill)
+            turns = self.pool.turns
+            reserved = sum(turns(self._missing_pages(r)) for r in self.running if r.in_prefill)
             length = len(request.prompt) + len(request.output)
             match, alone = None, request.return_selected or request.replay is not None
             if self.prefixes and not alone:  # what others have selected is not known, or not what it replays
@@ -404,11 +406,11 @@ class Scheduler:
                     known = request.prompt if request.adjust else request.tokens
                     request.digests = page_digests(known[:-1], self.spec.page_size)
                 match = self.prefixes.match(request.digests)
-            needed = self._pages_for(length + 1) - (len(match.pages) if match else 0)
+            needed = turns(self._pages_for(length + 1) - (len(match.pages) if match else 0))
             if request.reread:  # a page more for each that runs: else it would soon be preempted again
-                needed += len(self.running)
+                needed += turns(1) * len(self.running)
             # Idle pages that the request reuses are no longer available to it.
-            reused = sum(page in self.pool.pages.idle for page in match.pages) if match else 0
+            reused = turns(sum(map(self.pool.pages.is_idle, match.pages))) if match else 0
             if self.running and reserved + needed + reused > self.pool.pages.available:
                 if self._held_back is not request:
                     self._held_back = request

@@ -46,7 +46,8 @@ def sized(
     room, (most, whole) = int(share * free), state_of(None)
     if whole <= room:
         return options
-    least = 1 + -(-(options.max_len + options.speculative_steps) // model.spec.page_size)
+    devices, tokens = options.context_parallel, options.max_len + options.speculative_steps
+    least = devices * (1 + -(-tokens // (devices * model.spec.page_size)))
     _, smallest = state_of(least)
     if smallest > room:
         raise NotEnoughMemory(
@@ -54,7 +55,8 @@ def sized(
             f"{smallest / 2**30:.2f} GiB, {share:.0%} of what is free is {room / 2**30:.2f} GiB"
         )
     of_page = (whole - smallest) / (most - least)
-    return dataclasses.replace(options, num_pages=least + int((room - smallest) / of_page))
+    more = int((room - smallest) / of_page) // devices * devices  # as many on each device
+    return dataclasses.replace(options, num_pages=least + more)
 
 
 def all_programs(engine: Engine) -> Iterator[tuple]:

@@ -63,6 +63,7 @@ class Program:
     expanded: bool = False
     backend: str | None = None
     batch_invariant: bool = False
+    context_parallel: int = 1  # as in `EngineOptions`
     trace: bool = False
     logits: bool = False  # whether to return the logits that tokens were chosen from
     replays: bool = False  # whether layers take positions that the host gives, instead of selecting
@@ -379,6 +380,7 @@ def _inputs(program: Program, state: State, batch: ForwardBatch, tokens, positio
         expanded=program.expanded and batch.mode is ForwardMode.EXTEND,
         backend=program.backend,
         batch_invariant=program.batch_invariant,
+        pages_axis=program.model.config.axis_name if program.context_parallel > 1 else None,
         trace=program.trace,
     )
 
@@ -484,9 +486,9 @@ def changes_ahead(plan: StepPlan, room: int, num_table_rows: int) -> np.ndarray:
 
 
 def empty_caches(model: Model, options: EngineOptions, pool: RequestPool) -> Caches:
-    """A model's caches for the pages of a pool and the requests of an engine."""
+    """A model's caches for a device's pages of a pool and the requests of an engine."""
     return model.new_caches(
-        num_pages=pool.num_pages,
+        num_pages=pool.num_pages // pool.devices,
         num_swa_pages=pool.num_swa_pages,
         max_requests=options.max_batch + (options.reuse_points if model.spec.windowed else 0),
         max_draft_tokens=options.speculative_steps + 1 if options.speculative_steps else 0,
@@ -501,7 +503,7 @@ def empty_state(model: Model, params: Params, options: EngineOptions, pool: Requ
         draft = model.new_draft(
             params,
             max_requests=options.max_batch,
-            num_pages=pool.num_pages,
+            num_pages=pool.num_pages // pool.devices,
             num_swa_pages=pool.num_swa_pages,
             bf16=options.bf16_cache,
         )

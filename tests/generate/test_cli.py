@@ -19,7 +19,7 @@ from jax_sparse_mla.attention import machine
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.hopper.prefill import alone
 from jax_sparse_mla.backend import KERNEL_UNUSABLE
-from jax_sparse_mla.cli import checks, doctor, generation, main, report, setup, start
+from jax_sparse_mla.cli import checks, doctor, generation, main, report, setup
 from jax_sparse_mla.serving import presets as texts
 from jax_sparse_mla.serving.model import Model
 from jax_sparse_mla.serving.speculative import Difference
@@ -156,58 +156,6 @@ def test_the_package_and_doctor_never_import_torch():
         "import sys; from jax_sparse_mla.cli import main; s = main(['doctor']); sys.exit(s or 'torch' in sys.modules)"
     )
     assert python(code).returncode == 0
-
-
-# the first lines
-
-FIRST = """
-import sys
-from jax_sparse_mla.cli import {command} as command, start
-
-def announce(*arguments):
-    announced(*arguments)
-    sys.exit(bool({{"jax", "jaxlib", "numpy", "torch"}} & set(sys.modules)) + 3)
-
-announced, start.announce = start.announce, announce
-from jax_sparse_mla.cli import main
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.parametrize("command", ["generate", "serve"])
-def test_device_and_model_are_said_before_jax_is_imported(command):
-    if command == "generate" and not HAS_MODELS:
-        pytest.skip("the check, which begins before, needs torch and transformers")
-    if command == "serve":
-        pytest.importorskip("uvicorn")
-    arguments = {"generate": ("--preset", "v32", "--mesh", "2x1"), "serve": ("--port", "0")}[command]
-    for more in ((), arguments):
-        done = python(FIRST.format(command=command), command, *more)
-        assert done.returncode == 3, (done.stdout, done.stderr)
-        assert done.stdout.startswith("device     CPU") and "\nmodel      preset v" in done.stdout
-    mesh = ", a mesh of 2 shares of the requests and 1 devices over heads and experts"
-    assert (mesh in done.stdout) == (command == "generate")
-
-
-@pytest.mark.parametrize("wanted", [None, "cuda"])
-def test_the_first_line_follows_the_driver_and_jax_has_the_last_word(capsys, monkeypatch, wanted):
-    """A GPU that the driver names and JAX does not use is not left standing as the device."""
-    monkeypatch.setenv("JAX_PLATFORMS", "")
-    for plugin, gpu, said in ((True, "NVIDIA H200", "NVIDIA H200"), (False, "NVIDIA H200", "CPU"), (True, None, "CPU")):
-        monkeypatch.setattr(start, "has_cuda_plugin", lambda plugin=plugin: plugin)
-        monkeypatch.setattr(start, "_first_gpu", lambda gpu=gpu: gpu)
-        assert start._device_ahead(None) == said and start._device_ahead("cpu") == "CPU"
-    monkeypatch.setattr(start, "_first_gpu", lambda: "NVIDIA H200")
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    monkeypatch.setattr(setup, "begin_to_load", None)  # what comes next raises
-    options = ["--device", wanted] if wanted else []
-    _, out, err = run(capsys, "generate", "--no-check", "--prompt", "hello", *options)
-    device = re.findall(r"^device +(.*)$", out, re.M)
-    assert device == (["NVIDIA H200"] if wanted else ["NVIDIA H200", "CPU"])
-    assert ("--device cuda: JAX" in err) == bool(wanted)
-    monkeypatch.setattr(start, "_first_gpu", lambda: None)
-    _, out, err = run(capsys, "generate", "--no-check", "--prompt", "hello", "--device", "cuda")
-    assert not out and "--device cuda: JAX" in err
 
 
 # generate: arguments

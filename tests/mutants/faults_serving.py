@@ -54,6 +54,22 @@ fault("window-page-leak", "the first page of the window is not given back",
       "len(pages) >= self._first_in_window[row]", "len(pages) > self._first_in_window[row]")
 fault("window-page-early", "a window page is freed a token early",
       "first = min(max(0, length + 1 - self.window)", "first = min(max(0, length + 2 - self.window)")
+fault("shared-pages-turns", "a request takes all its pages of the first device",
+      "device = index % len(self._free)", "device = 0 * index")
+fault("shared-pages-available", "pages of any device count for a request",
+      "len(self._free) * min(map(self._available", "sum(map(self._available")
+fault = of("jax_sparse_mla/layers/layer.py", "tests/layers/test_shared_pages.py")
+fault("shared-index-keys", "all devices score the keys of the first one's pages",
+      "n)[:, :, rank] // n", "n)[:, :, 0] // n")
+fault = of("jax_sparse_mla/layers/write.py", "tests/layers/test_shared_pages.py")
+fault("shared-entries", "every device writes every entry",
+      "if pages_axis is not None and kind.owns_kv:", "if False:")
+fault = of("jax_sparse_mla/attention/extend.py", "tests/layers/test_shared_pages.py")
+fault("shared-gather", "a chunk sees the entries of the first device's slots only",
+      "num_slots *= lax.axis_size(pages_axis)", "num_slots *= 1")
+fault = of("jax_sparse_mla/attention/context_parallel.py", "tests/layers/test_shared_pages.py")
+fault("shared-window", "every device attends to the first one's turn of the window",
+      "jnp.where(turns >= 0, rule.position(turns, rank), -1)", "jnp.where(turns >= 0, rule.position(turns, 0), -1)")
 fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_scheduler.py")
 fault("preemption-order", "the first request is preempted, not the last",
       "victim = self.running[-1]", "victim = self.running[0]")
@@ -174,7 +190,8 @@ fault("invariant-batch", "batch invariant decode steps are as large as their req
 fault("invariant-rows", "batch invariant chunks are as large as their prompts",
       "least = options.chunk_size if options.batch_invariant else SMALLEST_CHUNK", "least = SMALLEST_CHUNK")
 fault = of("jax_sparse_mla/serving/mesh.py", "tests/serving/test_scheduler.py")
-fault("mesh-modes", "over a mesh, modes take no turns", "(mode is self._last_mode, mode.value)", "mode.value")
+fault("mesh-modes", "over a mesh, kinds of steps take no turns",
+      "key=lambda kind: self._kinds.index(kind) if kind in self._kinds else -1", "key=wanted.index")
 fault = of("jax_sparse_mla/serving/checkpoint.py", "tests/serving/test_checkpoint.py")
 fault("checkpoint-name", "the down projection of released V4 files has no name", r'(r"\.w2\.", ".down_proj."),',
       r'(r"\.w2\.", ".down."),')
@@ -266,10 +283,10 @@ fault("text-waiting", "what is no UTF-8 waits for ever", "== MOST_WAITING:", "==
 fault("stops-end", "what is held back is lost", "        return self._held\n", '        return ""\n')
 fault("template-sandbox", "a chat template is not kept in a sandbox",
       "environment = ImmutableSandboxedEnvironment(", "environment = jinja2.Environment(")
-fault = of("jax_sparse_mla/cli/start.py", "tests/generate/test_cli.py")
+fault = of("jax_sparse_mla/cli/start.py", "tests/generate/test_first_lines.py")
 fault("first-line-late", "the first line waits for JAX", "import os\n\nfrom", "import os\n\nimport jax\n\nfrom")
 fault("first-line-plugin", "the driver's GPU is announced where JAX has no plug-in", " or not has_cuda_plugin()", "")
-fault = of("jax_sparse_mla/cli/setup.py", "tests/generate/test_cli.py")
+fault = of("jax_sparse_mla/cli/setup.py", "tests/generate/test_first_lines.py")
 fault("first-line-stays", "a device that JAX does not use stays announced", "!= args.announced:", "is None:")
 fault = of("jax_sparse_mla/__init__.py", "tests/contract/test_contract.py")
 fault("lazy-package", "importing the package imports JAX", '__version__ = "0.1.0"', 'import jax; __version__ = "0.1.0"')
@@ -393,6 +410,14 @@ fault("use-rotary", "a block's queries turn as the first block's do",
       "of_block = table[:, block]", "of_block = table[:, : block.stop - block.start]")
 fault("use-shared", "GLM-5: a layer that shares attends to the first block's selection", "shared[:, block]",
       "shared[:, : block.stop - block.start]")
+fault = of("jax_sparse_mla/serving/mesh.py", "tests/serving/test_selected.py")
+fault("mesh-kinds", "over a mesh, only the latest kind of step is known to have had its turn",
+      "self._kinds = [kind for kind in self._kinds if kind != served] + [served]", "self._kinds = [served]")
+fault = of("jax_sparse_mla/serving/step.py", "tests/serving/test_selected.py")
+fault("replay-behind", "a round of drafts keeps tokens behind the last one that is replayed",
+      "    if program.replays:  # a row whose", "    if False:  # a row whose")
+fault("replay-drafts", "a verifying step selects although positions are given",
+      "    if not (program.replays or program.return_selected):", "    if not program.return_selected:")
 fault = of("interop/sparse_mla_torch/layers.py", "tests/torch_face/test_torch_layers.py")
 fault("torch-layer-weights", "torch's V3.2 layer: index weights go without the queries' scale",
       "rows.index_weights * scale,", "rows.index_weights,")

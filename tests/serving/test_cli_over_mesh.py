@@ -18,7 +18,7 @@ def of_four_devices(request):
 
 
 @pytest.mark.always("refusals")
-@pytest.mark.parametrize("case", ["refusals", "with_the_check", "from_a_folder", "speculative"])
+@pytest.mark.parametrize("case", ["refusals", "with_the_check", "context_parallel", "from_a_folder", "speculative"])
 def test_the_command_over_a_mesh(of_four_devices, case):
     assert of_four_devices[case] == "", of_four_devices[case]
 

@@ -14,8 +14,9 @@ from jax_sparse_mla.serving.memory import NotEnoughMemory, free_memory, size_of
 from jax_sparse_mla.serving.mesh import MeshEngine, new_mesh
 from jax_sparse_mla.serving.request import CallbackError, Request, Sampling
 from jax_sparse_mla.serving.sampling import Adjusting
-from jax_sparse_mla.serving.scheduler import EngineOptions
+from jax_sparse_mla.serving.scheduler import EngineOptions, Scheduler
 from jax_sparse_mla.serving.start import all_programs, sized, warm_up
+from jax_sparse_mla.serving.step import empty_state
 
 HOOK = Adjust(biases=4)
 OPTIONS = EngineOptions(chunk_size=16, max_batch=2, max_len=40, speculative_steps=2, logits_hook=HOOK)
@@ -287,6 +288,11 @@ def test_the_pool_takes_what_is_free(monkeypatch):
             <= share * whole
             < size_of(Engine(model, (), dataclasses.replace(fewer, num_pages=fewer.num_pages + 2)).state)
         )
+    # Of the last one's share: two devices have room for more pages, tables whole on each.
+    shared = sized(model, (), dataclasses.replace(options, context_parallel=2), share, whole)
+    pool = Scheduler(model.spec, shared, model.vocab_size).pool
+    assert shared.num_pages > 1.2 * fewer.num_pages and pool.devices == 2
+    assert size_of(jax.eval_shape(lambda: empty_state(model, (), shared, pool))) <= share * whole
     with pytest.raises(NotEnoughMemory, match="caches for one request of 400 tokens and states for 16 need"):
         sized(model, (), options, free=1000)
     given = dataclasses.replace(options, num_pages=7)

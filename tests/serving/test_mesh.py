@@ -16,8 +16,11 @@ def of_four_devices(request):
     return results(start(*chosen, devices=4))
 
 
+CASES = ["refusals", "windows", "v4", "context_parallel", "context_parallel_v4", "made_cut", "scales", "loaded"]
+
+
 @pytest.mark.always("refusals", "windows", "loaded")
-@pytest.mark.parametrize("case", ["refusals", "windows", "v4", "made_cut", "scales", "loaded", "replayed"])
+@pytest.mark.parametrize("case", [*CASES, "replayed"])
 def test_every_layout_gives_the_tokens_of_one_device(of_four_devices, case):
     """Requests and heads over two devices each."""
     assert of_four_devices[case] == "", of_four_devices[case]
@@ -39,8 +42,8 @@ def test_other_models_and_steps_over_a_mesh(case):
 
 @pytest.mark.long
 def test_two_processes():
-    """Context parallel decode and an engine over two processes: both know all tokens, and one checks them; and both know
-    all selected positions, by which they replay."""
+    """Context parallel decode and an engine over two processes: both know all tokens, and one checks them. Both know
+    all selected positions too, by which they replay."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -68,6 +68,13 @@ def with_the_check():
     assert generated(plain) == generated(out) and "check" not in plain and "one device" not in plain
 
 
+def context_parallel():
+    """Two devices share the pages: the tokens of one device."""
+    status, out, err = run(*GENERATE, "--preset", "v32", "--requests", 2, "--mesh", "1x2", "--context-parallel")
+    assert status == 0 and "check      passed" in out and len(generated(out)) == 2, (out, err)
+    assert "64 tokens a page, shared by 2 devices, for 2 layers of 2 heads on each device" in out, out
+
+
 def from_a_folder():
     """Without the check layer by layer to the devices: the same tokens as cut from the whole model."""
     with tempfile.TemporaryDirectory() as folder:
@@ -87,6 +94,8 @@ def speculative():
 def refusals():
     for args, words in (
         ([*GENERATE, "--mesh", "3x2"], "a mesh of 3x2 takes 6 devices, JAX has 4"),
+        ([*GENERATE, "--context-parallel"], "--context-parallel needs a --mesh of several devices in a share"),
+        ([*GENERATE, "--mesh", "2x1", "--context-parallel"], "needs a --mesh of several devices in a share"),
         ([*GENERATE, "--mesh", "1x3"], "3 devices cannot share 8 heads evenly"),
     ):
         status, out, err = run(*args)
@@ -99,7 +108,7 @@ def refusals():
     assert "the check on one device, which --no-check leaves out, needs" in err, err
 
 
-CASES = {case.__name__: case for case in (with_the_check, from_a_folder, speculative, refusals)}
+CASES = {case.__name__: case for case in (with_the_check, context_parallel, from_a_folder, speculative, refusals)}
 
 
 def break_at_the_fourth_step(how):

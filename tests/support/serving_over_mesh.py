@@ -193,6 +193,59 @@ def drafts_and_prefixes():
     assert sum(engine.accepted.values()) > 0
 
 
+def share_pages(config, shape, options, prompts, new):
+    """The devices of a share have their parts of the pages, and serve what one device does."""
+    model = Model.from_config(config)
+    params = model.init_params(seed=0, dtype=jnp.float32, draft_layer=bool(options.speculative_steps))
+    plain = dataclasses.replace(options, num_pages=None, speculative_steps=0, reuse_points=0)
+    expected = served(Engine(model, params, plain), [Request(prompt, new) for prompt in prompts])
+    options = dataclasses.replace(options, context_parallel=shape[1])
+    mesh = Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), (REQUESTS, HEADS))
+    engine = over(model, params, mesh, options)
+    for _ in range(2):
+        found = served(engine, [Request(prompt, new) for prompt in prompts])
+        for ours, theirs in zip(found, expected, strict=True):
+            close = [margin < ROUNDING for margin in theirs.margins]
+            until = close.index(True) if any(close) else new
+            assert ours.output[:until] == theirs.output[:until], (ours.output, theirs.output, theirs.margins)
+            if until == new and not options.speculative_steps:
+                np.testing.assert_allclose(ours.margins, theirs.margins, atol=ROUNDING)
+    for share in engine.scheduler.shares:
+        pool = share.pool
+        assert len(pool.pages.free) + len(pool.pages.idle) == pool.num_pages - 1
+        assert pool.most_pages == pool.num_pages - shape[1]
+    caches = jax.tree.leaves(engine.state.caches, is_leaf=lambda x: isinstance(x, PagedKV))
+    cut = [x for x in caches if isinstance(x, PagedKV) and x.page_size < 256]  # a window's pages are whole
+    assert cut
+    for x in cut:
+        shard = x.data.addressable_shards[0].data
+        assert shard.shape[0] == x.num_layers * pool.num_pages // shape[1]
+        assert len({shard.index[0].start for shard in x.data.addressable_shards}) == shape[0] * shape[1]
+    return engine
+
+
+def context_parallel():
+    """Prefixes, drafts and preemption: of the first device the pages run out."""
+    rng = np.random.default_rng(1)
+    text = rng.integers(0, 256, 200).tolist()
+    prompts = [text[:120], [*text[:80], *text[120:160]], [7, 8], text[:70]]
+    options = dataclasses.replace(OPTIONS, chunk_size=64, speculative_steps=2, reuse_points=1, num_pages=6)
+    engine = share_pages(V32, (2, 2), options, prompts, 14)
+    counters = engine.scheduler.counters
+    assert counters.reused > 0 and counters.preempted > 0, counters
+    assert sum(engine.accepted.values()) > 0
+
+
+def context_parallel_v4():
+    """Windows and carried states are whole on every device; short requests leave most devices without a key."""
+    rng = np.random.default_rng(1)
+    text = rng.integers(0, 256, 700).tolist()
+    prompts = [text[:640], text[:530], [5, 6, 7], text[300:580]]
+    options = dataclasses.replace(OPTIONS, chunk_size=128, max_len=700, reuse_points=2, num_pages=24)
+    engine = share_pages(V4, (1, 4), options, prompts, 6)
+    assert engine.scheduler.counters.reused > 0
+
+
 def draft_layers():
     """Cut over heads and experts, a draft layer or a drafter keeps what it keeps on one device."""
     options = dataclasses.replace(OPTIONS, speculative_steps=2)
@@ -321,12 +374,15 @@ def loaded():
 def refusals():
     model = Model.from_config(V4)
     params = jax.eval_shape(lambda: model.init_params(seed=0))
+    three = dataclasses.replace(OPTIONS, context_parallel=3)
     ten = dataclasses.replace(model.config.spec, num_heads=10)
     for call, words in (
         (lambda: cut_model(model, params, Mesh(np.array(jax.devices()), ("x",))), "the axes data and model"),
         (lambda: cut_model(Model(dataclasses.replace(model.config, spec=ten)), params, mesh_of(1, 4)), "10 heads"),
         (lambda: cut_model(Model(dataclasses.replace(model.config, o_groups=2)), params, mesh_of(1, 4)), "2 output"),
         (lambda: MeshEngine(model, params, dataclasses.replace(OPTIONS, trace=True), mesh_of(4, 1)), "trace"),
+        (lambda: MeshEngine(model, params, three, mesh_of(2, 2)), "context_parallel must be 1 or the 2 devices"),
+        (lambda: Engine(model, params, three), "context_parallel must be 1 for an engine of one device, got 3"),
         (lambda: new_mesh(3, 2), "a mesh of 3x2 takes 6 devices, JAX has 4"),
     ):
         assert_refused(call, words)
@@ -342,6 +398,8 @@ _CASES = (
     draft_layers,
     replayed,
     replayed_drafts,
+    context_parallel,
+    context_parallel_v4,
     made_cut,
     scales,
     loaded,

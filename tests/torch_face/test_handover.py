@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import tempfile
+import types
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ from sparse_mla_torch.handover import export_request, import_request
 
 from jax_sparse_mla import DEEPSEEK_V4_FLASH
 from jax_sparse_mla.layers import V4LayerCache
+from jax_sparse_mla.serving.options import EngineOptions
 from jax_sparse_mla.serving.request import Request, Sampling
 from jax_sparse_mla.serving.speculative import MAX_MARGIN, DraftOracle
 
@@ -366,6 +368,11 @@ def test_only_a_request_in_service_is_exported():
         with pytest.raises(ValueError, match="must be in service"):
             export_request(engine, request, folder() / "never")
     assert not list(folder().glob("never*"))
+    shared = types.SimpleNamespace(options=EngineOptions(context_parallel=2))
+    with pytest.raises(ValueError, match="export_request: no device has all pages of a request"):
+        export_request(shared, Request([1], 1), folder() / "never")
+    with pytest.raises(ValueError, match="import_request: no device has all pages of a request"):
+        import_request(shared, folder() / "never", 1)
 
 
 def test_arrays_of_several_layers():
