@@ -1,6 +1,7 @@
 """The table by which serving engines' calls are left to FlashMLA: its bare kernels beside ours, by rows and heads.
 
-    python -m benchmarks beside_flashmla [--phase decode prefill] [--only "V4 window" ...] [--heads 64 128] [--rows 32]
+    python -m benchmarks beside_flashmla [--phase decode prefill] [--only "decode V4 window" ...]
+                                         [--heads 64 128] [--rows 32]
 
 Decode's rows are those of `python -m benchmarks decode`, prefill's have few rows up to 4,096, of 8,192 keys. Each is
 timed with three ways of emptying the L2, and has the way in which ours does worst. `beside_flashmla.json` is the whole

@@ -26,8 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from benchmarks.harness import busy_by_gpu, parser, torch, write
 from benchmarks.stack import fill
 from jax_sparse_mla.cli.arguments import mesh_shape, natural, positive_int
-from jax_sparse_mla.cli.generate import keep_programs
-from jax_sparse_mla.cli.setup import choose_device
+from jax_sparse_mla.cli.setup import choose_device, keep_programs
 from jax_sparse_mla.metadata import ForwardBatch, ForwardMode, RequestTables
 from jax_sparse_mla.serving import memory
 from jax_sparse_mla.serving.decoder import StepInputs

@@ -38,6 +38,13 @@ def is_found(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
+def has_cuda_plugin() -> bool:
+    """Whether JAX's plug-in for NVIDIA GPUs is installed; nothing is imported."""
+    found = importlib.util.find_spec("jax_plugins")
+    folders = found.submodule_search_locations if found else ()
+    return any(os.path.isdir(os.path.join(folder, name)) for folder in folders for name in ("xla_cuda12", "xla_cuda13"))
+
+
 @once
 def why_not(name: str) -> str | None:
     """Why a package cannot be used, or None; imports it. One that is found and fails is warned of, once in a process.

@@ -185,6 +185,7 @@ def main() -> None:
         importlib.import_module("sglang_without_gpu").prepare_kit(v4)
     recorder, results = Recorder(on), {}
     kit.enlarge_v4(v4, torch)
+    kit.scatter_v32(dsa, torch)
     recorder.watch(v4, "build_dsv4_attention_fixture")
     recorder.watch(dsa, "build_dsa_sparse_attention_fixture")
     graphs._run_cuda_graph_decode_case = recorder.replayed

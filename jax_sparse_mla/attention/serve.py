@@ -18,6 +18,9 @@ from jax_sparse_mla.launch.transforms import KernelCall, shared
 
 # The parts of a program that attend are named: this prefix, the phase, a dot, the backend.
 _SCOPE = "sparse_mla_"
+# In the place of a backend: a library's attention to all keys, over expanded heads (`serving/deepseek_v32.py`).
+EXPANDED = "expanded"
+EXPANDED_SCOPE = f"{_SCOPE}prefill.{EXPANDED}"
 
 
 class Service(NamedTuple):
@@ -117,5 +120,5 @@ def calls_of(program: jax.stages.Lowered) -> frozenset[tuple[str, str]]:
     >>> calls_of(jax.jit(step).lower(*args))
     frozenset({('decode', 'triton')})
     """
-    scopes = rf"{_SCOPE}({'|'.join(PHASES)})\.({'|'.join(BACKENDS)})\b"
+    scopes = rf"{_SCOPE}({'|'.join(PHASES)})\.({'|'.join([*BACKENDS, EXPANDED])})\b"
     return frozenset(re.findall(scopes, program.as_text(debug_info=True)))

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jax_sparse_mla.attention.route import BACKENDS
-
-if TYPE_CHECKING:
-    from jax_sparse_mla.serving.options import EngineOptions
+from jax_sparse_mla.serving.options import MAX_DRAFTS, PREFILL_BACKENDS, EngineOptions
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Adds what an engine is made from, but for the model."""
-    from jax_sparse_mla.serving.options import MAX_DRAFTS, PREFILL_BACKENDS
-
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), help="default: cuda where JAX has it")
     batch = "requests served at once, with --mesh by each share (default: %(default)s)"
@@ -26,7 +21,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache", choices=("bf16", "fp8"), default="fp8")
     prefill = "prefill from a gathered bf16 workspace, or from the paged cache (default: as the plan says)"
     add("--prefill-backend", choices=PREFILL_BACKENDS, help=prefill)
-    add("--backend", choices=BACKENDS, help="of the attention (default: the router's choice)")
+    backend = "of the attention, as `doctor --verbose` names them (default: the router's choice)"
+    add("--backend", type=backend_name, metavar="NAME", help=backend)
     drafts = (
         "draft K tokens at a time with the checkpoint's draft layer or drafter or, without one, the model's first "
         f"layer, verify them in one step; at most {MAX_DRAFTS} (default: plain decoding)"
@@ -43,8 +39,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def options_of(args: argparse.Namespace, **others: Any) -> EngineOptions:
     """The options that arguments of `add_engine` and `--seed` ask for, and others."""
-    from jax_sparse_mla.serving.options import EngineOptions
-
     return EngineOptions(
         bf16_cache=args.kv_cache == "bf16",
         prefill_backend=args.prefill_backend,
@@ -71,6 +65,15 @@ def _at_least(least: int, value: int) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
     return value
+
+
+def backend_name(text: str) -> str:
+    """An argparse type: the name of an attention backend."""
+    from jax_sparse_mla.attention.backend import BACKENDS  # imports JAX
+
+    if text not in BACKENDS:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(BACKENDS)}, got {text!r}")
+    return text
 
 
 def mesh_shape(text: str) -> tuple[int, int]:

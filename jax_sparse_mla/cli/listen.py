@@ -6,10 +6,12 @@ import logging
 import socket
 import time
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
-from jax_sparse_mla.server.app import Api
+if TYPE_CHECKING:
+    from jax_sparse_mla.server.app import Api
 
 log = logging.getLogger(__name__)
 LAST_SECONDS = 5  # for the last words to clients, once the time to finish is over

@@ -13,9 +13,10 @@ from typing import Any
 from jax_sparse_mla import activity
 from jax_sparse_mla.cli.arguments import add_engine, natural, options_of, positive_int, probability
 from jax_sparse_mla.cli.endings import REFUSED, one_line
-from jax_sparse_mla.cli.generate import keep_programs
-from jax_sparse_mla.cli.progress import Status
+from jax_sparse_mla.cli.start import announce_ahead
+from jax_sparse_mla.cli.status import Status
 from jax_sparse_mla.packages import is_found
+from jax_sparse_mla.serving.presets import DEFAULT_PRESET, PRESETS
 
 KEY = "JAX_SPARSE_MLA_API_KEY"  # the environment's
 NEEDS = ("starlette", "uvicorn", "prometheus_client", "tokenizers", "jinja2")
@@ -23,8 +24,6 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from jax_sparse_mla.serving.presets import PRESETS
-
     add, source = parser.add_argument, parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="a transformers checkpoint: DeepSeek-V3.2, V4, GLM-5 or 5.3")
     source.add_argument("--preset", choices=PRESETS, help="a small random model (default: v4); text goes as bytes")
@@ -79,7 +78,6 @@ def _run(args: argparse.Namespace) -> int:
     key = _key(args.api_key_file)  # before what takes long
     template = None if args.chat_template is None else _read(args.chat_template)
     with bound(args.host, args.port) as socket:
-        keep_programs()
         api = new_api(args, key, template)
         if key is None and args.host not in LOOPBACK:
             print(f"warning    {args.host} is reached from other machines, and no API key is asked for")
@@ -109,16 +107,16 @@ def new_api(args: argparse.Namespace, key: str | None = None, template: str | No
     Raises:
       OSError, ValueError: as `setup.Setup`; a broken tokenizer or template; too little memory.
     """
-    from jax_sparse_mla.cli.setup import new_setup
-    from jax_sparse_mla.server.app import Api
-    from jax_sparse_mla.server.protocol import Served
-    from jax_sparse_mla.server.text import text_of
-    from jax_sparse_mla.serving.adjust import Adjust
-    from jax_sparse_mla.serving.model import generation_config
-    from jax_sparse_mla.serving.options import default_chunk_size
-    from jax_sparse_mla.serving.presets import DEFAULT_PRESET
-    from jax_sparse_mla.serving.start import sized, warm_up
-
+    announce_ahead(args)
+    with activity.show("importing JAX"):
+        from jax_sparse_mla.cli.setup import new_setup
+        from jax_sparse_mla.server.app import Api
+        from jax_sparse_mla.server.protocol import Served
+        from jax_sparse_mla.server.text import text_of
+        from jax_sparse_mla.serving.adjust import Adjust
+        from jax_sparse_mla.serving.model import generation_config
+        from jax_sparse_mla.serving.options import default_chunk_size
+        from jax_sparse_mla.serving.start import sized, warm_up
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # nobody shares the device
     args.no_check = True
     with activity.show("starting JAX and loading the model"):

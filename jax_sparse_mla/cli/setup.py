@@ -16,13 +16,15 @@ from typing import Any
 import jax
 
 from jax_sparse_mla.cli.checks import Check
+from jax_sparse_mla.cli.start import announce
+from jax_sparse_mla.launch.compile_cache import private_folder
 from jax_sparse_mla.models import ModelSpec, text_config
 from jax_sparse_mla.packages import why_not
 from jax_sparse_mla.serving import presets
 from jax_sparse_mla.serving.engine import Engine, EngineOptions
 from jax_sparse_mla.serving.files import read_json
 from jax_sparse_mla.serving.memory import bytes_of_a_device, check_host_memory, check_memory, host_device, size_of
-from jax_sparse_mla.serving.mesh import HEADS, REQUESTS, MeshEngine, cut_model, load_cut, new_mesh
+from jax_sparse_mla.serving.mesh import MeshEngine, cut_model, load_cut, new_mesh
 from jax_sparse_mla.serving.model import Model, generation_config, load
 from jax_sparse_mla.serving.native import begin_to_load
 from jax_sparse_mla.serving.request import Request
@@ -33,35 +35,29 @@ class Setup:
     """A model for one device.
 
     Attributes:
-      name, device: the model and the device, in words.
       model, params: what serves.
       eos_token_ids: tokens that end a text; none of a preset.
       check: the check, which loads its model meanwhile; None without one.
 
     Raises:
-      OSError, ValueError: no such folder, device or model.
+      OSError, ValueError: no such device or model.
     """
 
     def __init__(self, args: argparse.Namespace, check: Check | None):
-        self.device = choose_device(args.device)
+        if (device := choose_device(args.device)) != args.announced:
+            announce(args, device)
         _import_tvm_ffi()
         begin_to_load()
-        preset = args.preset or presets.DEFAULT_PRESET  # a default of argparse would not conflict with --model
         self.check, self._loading = check, None
         if args.model is not None:
-            self.name = args.model
-            if not os.path.isdir(args.model):
-                raise FileNotFoundError(f"no checkpoint folder {args.model}")
-            self._print_start()
             self._load_check("load_checkpoint", args.model)
             options = {"draft_layer": bool(args.speculative_steps), "as_stored": not args.multiply_out}
             self.model, self.params = self._load(args.model, **options)
         else:
-            self.name = f"preset {preset}, seed {args.seed} (random weights)"
-            self._print_start()
-            self.model = Model.from_config(presets.CONFIGS[preset])
+            config = presets.CONFIGS[args.preset or presets.DEFAULT_PRESET]
+            self.model = Model.from_config(config)
             arrays = self.model.random_arrays(args.seed)
-            self._load_check("load_arrays", self.model, presets.CONFIGS[preset], arrays)
+            self._load_check("load_arrays", self.model, config, arrays)
             self.params = self.model.from_named_arrays(arrays)
         self._folder = args.model
         self.eos_token_ids = () if args.model is None else self.model.eos_token_ids
@@ -87,10 +83,6 @@ class Setup:
         named = [f"{name} {settings[name]!r}" for name in ("temperature", "top_p", "top_k") if settings.get(name)]
         if named:
             print(f"sampling   greedy: generation_config.json's {', '.join(named)} must be given as options")
-
-    def _print_start(self) -> None:
-        """Before what takes long."""
-        print(f"device     {self.device}\nmodel      {self.name}", flush=True)
 
     @property
     def spec(self) -> ModelSpec:
@@ -150,13 +142,6 @@ class MeshSetup(Setup):
     def _load(self, folder: str, **options: bool) -> tuple[Model, Any]:
         return load_cut(folder, self.mesh, **options) if self._in_parts else load(folder, **options)
 
-    def _print_start(self) -> None:
-        shares, devices = self.mesh.shape[REQUESTS], self.mesh.shape[HEADS]
-        self.device += f", a mesh of {shares} shares of the requests and {devices} devices over heads and experts"
-        if jax.process_count() > 1:
-            self.device += f", in {jax.process_count()} processes"
-        super()._print_start()
-
     def new_engine(self, options: EngineOptions) -> Engine:
         engine = MeshEngine(self.model, self.params, options, self.mesh)
         if self.whole is not None:
@@ -211,6 +196,7 @@ def new_setup(args: argparse.Namespace, check: Check | None) -> Setup:
         raise ValueError("--context-parallel needs a --mesh of several devices in a share, for instance 1x2")
     # torch's weights and JAX's caches may share one GPU's memory: JAX must not take most of it beforehand.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    keep_programs()
     return (Setup if args.mesh is None else MeshSetup)(args, check)
 
 
@@ -222,3 +208,19 @@ def choose_device(wanted: str | None) -> str:
         raise ValueError(f"--device cuda: JAX {jax.__version__} has no GPU here")
     jax.config.update("jax_platforms", "cpu")
     return "CPU"
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs in the user's cache, so that a second run starts at once; a folder that the environment
+    or the process names is left as it is."""
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    try:
+        folder = private_folder() / "programs"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        print(f"jax-sparse-mla: compiled programs are not kept: {error}", file=sys.stderr)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -26,6 +26,7 @@ from jax_sparse_mla.kv_cache.quantize import (
     MANTISSA_MASK,
     MIN_NORMAL,
     UE8M0_NAN,
+    as_rounded,
     bits_to_float32,
     divide,
     e2m1_codes,
@@ -156,14 +157,14 @@ def quantize_fp8(x: jax.Array, format: IndexFormat = IndexFormat.FP8) -> tuple[j
     x = x.astype(jnp.float32)
     if format.least_exponent is not None:
         values, exponents = quantize_groups(x, x.shape[-1], format.least_exponent)
-        return values, power_of_two(exponents)[..., 0]
+        return as_rounded(values), power_of_two(exponents)[..., 0]
     amax_bits = jnp.max(float32_bits(x) & MAGNITUDE_MASK, axis=-1, initial=0)
     floor = int(_MIN_AMAX.view(np.int32))
     # An infinity is clipped.
     scale_bits = divide(jnp.clip(amax_bits, floor, _MAX_FINITE_BITS), F32_448)
     inverse = bits_to_float32(divide(F32_ONE, scale_bits))
     values = jnp.clip(x * inverse[..., None], -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
-    return values, bits_to_float32(scale_bits)
+    return as_rounded(values), bits_to_float32(scale_bits)
 
 
 def round_queries_to_fp4(q: jax.Array) -> jax.Array:

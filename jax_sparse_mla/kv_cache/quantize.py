@@ -157,7 +157,12 @@ def quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.jit, static_argnames="group")
 def _quantize_ue8m0(x: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
     values, exponents = quantize_groups(x.astype(jnp.float32), group, KVLayout.V4_FP8.min_scale_exponent)
-    return values, (exponents + EXPONENT_BIAS).astype(jnp.uint8)
+    return as_rounded(values), (exponents + EXPONENT_BIAS).astype(jnp.uint8)
+
+
+def as_rounded(values: jax.Array) -> jax.Array:
+    """FP8 numbers for whoever computes with them: on a GPU XLA drops a cast to FP8 and back, but across no barrier."""
+    return lax.optimization_barrier(values)
 
 
 def encode_rows(layout: KVLayout, kv: jax.Array, tensor_scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
-import importlib.util
 import json
 import os
 import struct
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_sparse_mla.launch import compile_cache
+from jax_sparse_mla.packages import has_cuda_plugin
 
 _DRIVER = compile_cache.Library(
     name="libcuda",
@@ -167,11 +167,7 @@ def why_not() -> str | None:
 
     if jax.__version_info__ < (0, 11, 1):
         return f"it takes jax 0.11.1 or later, this is {jax.__version__}"
-    found = importlib.util.find_spec("jax_plugins")
-    names = {
-        path.name for folder in (found.submodule_search_locations if found else ()) for path in Path(folder).iterdir()
-    }
-    if not names & {"xla_cuda12", "xla_cuda13"}:
+    if not has_cuda_plugin():
         return "JAX's CUDA plugin is not installed: pip install 'jax[cuda13]'"
     return None
 

@@ -60,12 +60,7 @@ def v32_layer(
         raise ValueError(f"v32_layer: batch_invariant serves no pools of index keys, got pools of {pool}")
     if pages_axis is not None and pool > 1:
         raise ValueError(f"v32_layer: pages_axis serves no pools of index keys, got pools of {pool}")
-    out_slots = metadata.out_cache_loc
-    if pages_axis is not None:
-        out_slots = own_slots(out_slots, cache.kv, pages_axis)
-    cache = dataclasses.replace(cache, kv=write_kv(cache.kv, out_slots, rows.kv))
-    if rows.index_k is not None:
-        cache = _with_index_k(cache, rows, batch, metadata, out_slots, index_ape, pool)
+    cache = write_v32(cache, rows, batch, metadata, index_ape, pool, pages_axis)
     ragged, positions, slots = metadata.topk_transform is TopkTransform.RAGGED, selected, None
     if selected is not None and rows.index_k is not None:
         positions = seen_positions(selected, metadata.seqlens_expanded)
@@ -110,17 +105,23 @@ def v32_layer(
     return out, cache, positions
 
 
-def _with_index_k(
+def write_v32(
     cache: V32LayerCache,
     rows: V32Rows,
     batch: ForwardBatch,
     metadata: V32Metadata,
-    slots: jax.Array,
-    ape: jax.Array | None,
-    pool: int,
+    ape: jax.Array | None = None,
+    pool: int = 1,
+    pages_axis: str | None = None,
 ) -> V32LayerCache:
-    """The cache with the index keys of the step's tokens, or of the pools that they finish."""
-    keys = rows.index_k
+    """The cache with the rows of the step's tokens and, of a layer with an indexer, their index keys or those of the
+    pools that they finish; with `pages_axis`, what belongs into this device's pages."""
+    keys, slots = rows.index_k, metadata.out_cache_loc
+    if pages_axis is not None:
+        slots = own_slots(slots, cache.kv, pages_axis)
+    cache = dataclasses.replace(cache, kv=write_kv(cache.kv, slots, rows.kv))
+    if keys is None:
+        return cache
     if pool == 1:
         return dataclasses.replace(cache, index_k=write_index_k(cache.index_k, slots, keys))
     keys, of_rows, state = pool_keys(

@@ -54,6 +54,8 @@ class StepInputs:
         no tokens.
       gathered: whether an EXTEND step gathers a bf16 workspace (True) or attends to the pages (False); None: the plan
         says (static).
+      expanded: whether an EXTEND step of one prompt's rows from its start, all of which select all that they see,
+        attends over expanded heads (static); see `deepseek_v32.attends_expanded`.
       backend: of the attention; None is the router's choice (static).
       batch_invariant: whether a row's result must not depend on the other rows (static).
       pages_axis: the mesh axis whose devices share the pages of the caches, as in `v4_layer` (static).
@@ -68,6 +70,7 @@ class StepInputs:
     tokens: jax.Array | None = None
     positions: jax.Array
     gathered: bool | None = static(default=None)
+    expanded: bool = static(default=False)
     backend: str | None = static(default=None)
     batch_invariant: bool = static(default=False)
     pages_axis: str | None = static(default=None)

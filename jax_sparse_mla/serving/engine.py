@@ -20,10 +20,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_sparse_mla import activity
+from jax_sparse_mla.attention.machine import override_of
 from jax_sparse_mla.metadata import ForwardMode, RequestTables
 from jax_sparse_mla.models import ModelSpec
 from jax_sparse_mla.serving import kept_programs
 from jax_sparse_mla.serving import step as steps
+from jax_sparse_mla.serving.deepseek_v32 import attends_expanded
 from jax_sparse_mla.serving.dspark import BlockDraft
 from jax_sparse_mla.serving.memory import check_memory, device_memory, size_of
 from jax_sparse_mla.serving.model import Model, Params
@@ -335,7 +337,7 @@ class Engine:
             if (packed := self._counted_on(program, plan)) is None:
                 packed = self._pack(program, plan)
             plan.started = time.perf_counter()
-            replayed = [_replayed(plan, program.num_rows)] if plan.replays else []
+            replayed = [self._replayed(program, plan)] if plan.replays else []
             self.state, result, following, layers, logits, selected = call(self.params, self.state, packed, *replayed)
             result.copy_to_host_async()
             if selected is not None:
@@ -355,6 +357,12 @@ class Engine:
     def _pack(self, program: Program, plan: StepPlan | None) -> np.ndarray:
         """The host's array for a step; without a plan all is padding."""
         return steps.pack(program, plan, self.options.max_batch, self._proposals(plan))
+
+    def _replayed(self, program: Program, plan: StepPlan | None) -> Any:
+        """int32 `[layers that select, rows, k]`, what a step's rows attend to; without a plan its shape."""
+        if plan is None:
+            return jax.ShapeDtypeStruct((self.scheduler.selecting, program.num_rows, self.spec.index_width), np.int32)
+        return plan.replayed(program.num_rows)
 
     def _traced(self, plan: StepPlan) -> TracedStep:
         pool, (_, num_requests, num_rows, *_) = self.scheduler.pool, self._bucket(plan)
@@ -376,7 +384,9 @@ class Engine:
                 selected = np.asarray(selected)
         verified = {"selected": selected} if selected is not None and plan.mode is ForwardMode.TARGET_VERIFY else {}
         if selected is not None and not verified:
-            _take_selected(plan, selected)
+            for part, rows in zip(plan.parts, np.split(selected, len(plan.parts), axis=1)):
+                if part:
+                    _take_selected(part, rows)
         result = self._unpack(program, plan, packed)
         plan.arrived = time.perf_counter()
         if result.overflow:
@@ -427,7 +437,7 @@ class Engine:
             self._programs.update(zip(keys, compilers.map(lambda key: self._compile(*key), keys)))
 
     def _bucket(self, plan: StepPlan) -> tuple:
-        """(mode, requests, rows, max_seq_len, changes, choice, replays, return_selected) of a step's program."""
+        """(mode, requests, rows, max_seq_len, changes, choice, replays, return_selected, expanded) of its program."""
         options = self.options
         drawn = [request.sampling.top_p for request in plan.requests if request.sampling.temperature > 0]
         choice = Choice.GREEDY if not drawn else Choice.DRAW if min(drawn) >= 1 else Choice.TOP_P
@@ -440,7 +450,18 @@ class Engine:
             least = options.max_batch if options.batch_invariant else 1
             size = min(max(least, power_of_two(len(plan.requests))), options.max_batch)
         sizes = plan.mode, size, plan.drafts, plan.max_seq_len
-        return self.key(*sizes, choice, replays=plan.replays, returns_selected=plan.returns_selected)
+        expanded = plan.reads_from_start and self.expands(size, plan.max_seq_len)
+        asked = {"replays": plan.replays, "returns_selected": plan.returns_selected}
+        return self.key(*sizes, choice, **asked, expanded=expanded)
+
+    def expands(self, rows: int, max_seq_len: int) -> bool:
+        """Whether a chunk of so many rows attends over expanded heads where it may: the rows are those of one prompt
+        from its start."""
+        options = self.options
+        chosen = options.backend or options.prefill_backend or override_of("prefill")  # by the user
+        if chosen or options.batch_invariant or options.context_parallel > 1:
+            return False
+        return attends_expanded(self.model.config, rows, max_seq_len)
 
     def key(
         self,
@@ -452,6 +473,7 @@ class Engine:
         *,
         replays: bool = False,
         returns_selected: bool = False,
+        expanded: bool = False,
     ) -> tuple:
         """As `_bucket`, of steps with so many rows of a chunk, or requests that decode with so many drafts each."""
         page, requests = self.spec.page_size, self.options.max_batch if mode is ForwardMode.EXTEND else size
@@ -459,7 +481,7 @@ class Engine:
             rows, changes = size, requests + -(-size // page)
         else:
             rows, changes = requests * (drafts + 1), requests * (1 + -(-drafts // page))
-        return mode, requests, rows, max_seq_len, changes, choice, replays, returns_selected
+        return mode, requests, rows, max_seq_len, changes, choice, replays, returns_selected, expanded and not replays
 
     def _decoding(self, plan: StepPlan) -> tuple | None:
         """As `_bucket`, of the step that decodes a chunk's requests, if that is to be compiled ahead."""
@@ -483,6 +505,7 @@ class Engine:
         choice: Choice,
         replays: bool,
         return_selected: bool,
+        expanded: bool,
     ) -> tuple[Program, tuple[Any, ...]]:
         """The program of a bucket, and the arguments that it is traced for."""
         program = Program(
@@ -497,6 +520,7 @@ class Engine:
             choice=choice,
             hook=self.options.logits_hook if choice is Choice.ALL else None,
             gathered=self.prefill_backend == GATHERED,
+            expanded=expanded,
             backend=self.options.backend,
             batch_invariant=self.options.batch_invariant,
             context_parallel=self.options.context_parallel,
@@ -507,10 +531,7 @@ class Engine:
         )
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
         arguments = self.params, state, self._pack(program, None)
-        if replays:
-            shape = self.scheduler.selecting, rows, self.spec.index_width
-            arguments = *arguments, jax.ShapeDtypeStruct(shape, np.int32)
-        return program, arguments
+        return program, (*arguments, self._replayed(program, None)) if replays else arguments
 
     def _compile(self, *bucket: Any, then: tuple | None = None) -> tuple[Program, Any]:
         """The bucket's program, compiled. `then`: another bucket, whose program is traced while XLA compiles this one,
@@ -539,13 +560,6 @@ def _logprobs(plan: StepPlan, result: Result, ends: list[int]) -> list[list[Logp
     """Those of the tokens that a step's requests take, where they ask for them."""
     asked = [request.top_logprobs is not None for request in plan.requests]
     return [[result.logprobs_of(i, j) if asked[i] else None for j in range(ends[i])] for i in range(len(asked))]
-
-
-def _replayed(plan: StepPlan, num_rows: int) -> np.ndarray:
-    """int32 `[layers that select, num_rows, k]`, what the rows of a step attend to; −1 in those of padding."""
-    parts = [r.selected[:, n : n + count] for r, n, count in zip(plan.requests, plan.starts, plan.counts)]
-    padding = (0, 0), (0, num_rows - plan.num_tokens), (0, 0)
-    return np.pad(np.concatenate(parts, axis=1), padding, constant_values=-1)
 
 
 def _take_selected(plan: StepPlan, selected: np.ndarray) -> None:

@@ -60,7 +60,8 @@ def mix_kernel(
             mixed += comb[:, None] * tl.load(streams_ptr + at + i * hidden, mask=inside, other=0.0).to(tl.float32)
         post = tl.load(post_ptr + t * N + j, mask=live, other=0.0).to(tl.bfloat16).to(tl.float32)
         # Of a plain product LLVM makes one of bfloat16, and with the sum below an fma that skips its rounding.
-        added = tl.fma(tl.broadcast_to(post[:, None], out.shape), out, tl.zeros_like(out)).to(tl.bfloat16).to(tl.float32)
+        added = tl.fma(tl.broadcast_to(post[:, None], out.shape), out, tl.zeros_like(out))
+        added = added.to(tl.bfloat16).to(tl.float32)
         x = (added + mixed.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
         tl.store(joined_ptr + at + j * hidden, x, mask=inside)
     if fn_ptr is not None:

@@ -37,6 +37,7 @@ from jax_sparse_mla.serving.step import Program, Result, State
 
 # The axes of the mesh.
 REQUESTS, HEADS = "data", "model"
+_OF_ROWS = P(None, REQUESTS)  # `[layers that select, rows, k]`
 
 # The dimension of a parameter, by name and rank, that is cut over heads, output groups or experts.
 # All others are whole.
@@ -245,6 +246,7 @@ class JointPlan(StepPlan):
             tokens=joined("tokens"),
             samples=joined("samples"),
             mapped=joined("mapped"),
+            replays=plans[0].replays,
             max_seq_len=max(plan.max_seq_len for plan in plans),
             restored=pairs("restored"),
             kept=pairs("kept"),
@@ -260,14 +262,14 @@ class JointPlan(StepPlan):
 class Schedulers:
     """The schedulers of all shares, behind the face of one.
 
-    A request goes to the share with the fewest, and stays there. A step has one mode; where shares want different ones,
-    the modes take turns, and a plan of the other mode waits.
+    A request goes to the share with the fewest, and stays there. A step has one mode, and replays or selects; where
+    shares want different kinds of steps, those take turns, and a plan of another kind waits.
     """
 
     def __init__(self, shares: Sequence[Scheduler]):
         self.shares = shares
         self._plans: list[StepPlan | None] = [None] * len(shares)
-        self._last_mode = None
+        self._kinds: list[tuple] = []  # of steps, in the order of their latest turns
 
     @property
     def pool(self):
@@ -284,13 +286,15 @@ class Schedulers:
         return [request for share in self.shares for request in share.running]
 
     @property
+    def selecting(self) -> int:
+        return self.shares[0].selecting
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing to do; a plan that waits runs even if its requests have ended meanwhile."""
         return all(share.idle for share in self.shares) and not any(self._plans)
 
     def check(self, request: Request, name: str = "the request") -> None:
-        if request.return_selected or request.replay is not None:
-            raise ValueError(f"{name} has return_selected or replay, which an engine over a mesh does not serve")
         self.shares[0].check(request, name)
 
     def submit(self, request: Request) -> None:
@@ -313,26 +317,34 @@ class Schedulers:
         # A step has one number of drafts, which may have been changed since a plan that waits was made.
         drafts = next((plan.drafts for plan in self._plans if plan and plan.drafts), drafts)
         plans = [plan or share.plan(drafts) for share, plan in zip(self.shares, self._plans)]
-        modes = {plan.mode for plan in plans if plan}
-        if not modes:
+        kinds = [plan and (plan.mode, plan.replays) for plan in plans]
+        wanted = sorted({kind for kind in kinds if kind}, key=lambda kind: (kind[0].value, kind[1]))
+        if not wanted:
             return None
-        mode = self._last_mode = min(modes, key=lambda mode: (mode is self._last_mode, mode.value))
-        now = [plan if plan and plan.mode is mode else None for plan in plans]
+        served = min(wanted, key=lambda kind: self._kinds.index(kind) if kind in self._kinds else -1)
+        self._kinds = [kind for kind in self._kinds if kind != served] + [served]
+        now = [plan if kind == served else None for plan, kind in zip(plans, kinds)]
         self._plans = [None if taken else plan for plan, taken in zip(plans, now)]
         return JointPlan.of(now)
 
     complete = Scheduler.complete
 
     def take(
-        self, plan: JointPlan, tokens: OfEach[int], margins: OfEach[float], logprobs: OfEach[Logprob] | None = None
+        self,
+        plan: JointPlan,
+        tokens: OfEach[int],
+        margins: OfEach[float],
+        logprobs: OfEach[Logprob] | None = None,
+        selected: np.ndarray | None = None,
     ) -> list[Request]:
-        """What a callback of one share raised keeps the others from no token."""
-        finished, start = [], 0
-        for share, part in zip(self.shares, plan.parts):
+        """What a callback of one share raised keeps the others from no token. selected: the rows of all shares."""
+        finished, start, n = [], 0, len(self.shares)
+        of_shares = [None] * n if selected is None else np.split(selected, n, axis=1)
+        for share, part, rows in zip(self.shares, plan.parts, of_shares):
             if part is None:
                 continue
             own = slice(start, start + len(part.requests))
-            finished += share.take(part, tokens[own], margins[own], logprobs and logprobs[own])
+            finished += share.take(part, tokens[own], margins[own], logprobs and logprobs[own], rows)
             start = own.stop
         return finished
 
@@ -386,6 +398,16 @@ class MeshEngine(Engine):
         packed = np.concatenate([super(MeshEngine, self)._pack(program, part) for part in parts])
         return jax.make_array_from_callback(packed.shape, NamedSharding(self.mesh, P(REQUESTS)), packed.__getitem__)
 
+    def _replayed(self, program: Program, plan: JointPlan | None) -> Any:
+        shares, of_share = self.mesh.shape[REQUESTS], super()._replayed(program, None)
+        layers, rows, k = of_share.shape
+        shape, sharding = (layers, shares * rows, k), NamedSharding(self.mesh, _OF_ROWS)
+        if plan is None:
+            return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+        none = np.full(of_share.shape, -1, np.int32)
+        whole = np.concatenate([part.replayed(rows) if part else none for part in plan.parts], axis=1)
+        return jax.make_array_from_callback(shape, sharding, whole.__getitem__)
+
     def _unpack(self, program: Program, plan: JointPlan, packed: np.ndarray) -> Result:
         shares = np.split(packed, len(plan.parts))
         results = [(steps.unpack_result(program, share), part) for share, part in zip(shares, plan.parts) if part]
@@ -402,22 +424,31 @@ class MeshEngine(Engine):
         )
 
     def _bucket(self, plan: JointPlan) -> tuple:
-        mode, *sizes = zip(*(super(MeshEngine, self)._bucket(part) for part in plan.parts if part))
-        return mode[0], *map(max, sizes)
+        mode, *sizes, expanded = zip(*(super(MeshEngine, self)._bucket(part) for part in plan.parts if part))
+        return mode[0], *map(max, sizes), all(expanded)
 
     def _jitted(self, program: Program) -> Any:
+        replayed = [_OF_ROWS] if program.replays else []
+
+        def of_device(params: Params, state: State, *given: jax.Array):
+            *others, selected = steps.run_step(program, params, state, *given)
+            if selected is not None:  # the indexer is whole on every device: shard_map does not know that all agree
+                selected = jax.lax.pmax(selected, HEADS)
+            return *others, selected
+
         step = jax.shard_map(
-            functools.partial(steps.run_step, program),
+            of_device,
             mesh=self.mesh,
-            in_specs=(parameter_specs(self.params, self.mesh), self._specs, P(REQUESTS)),
-            out_specs=(self._specs, *[P(REQUESTS)] * 5),
+            in_specs=(parameter_specs(self.params, self.mesh), self._specs, P(REQUESTS), *replayed),
+            out_specs=(self._specs, *4 * [P(REQUESTS)], _OF_ROWS),
         )
 
-        def on_all(params: Params, state: State, packed: jax.Array):
-            state, result, *others = step(params, state, packed)
+        def on_all(params: Params, state: State, *given: jax.Array):
+            state, result, *others, selected = step(params, state, *given)
             if jax.process_count() > 1:  # each schedules all requests, so it has to know all tokens
-                result = jax.lax.with_sharding_constraint(result, NamedSharding(self.mesh, P()))
-            return state, result, *others
+                known = NamedSharding(self.mesh, P())
+                result, selected = jax.lax.with_sharding_constraint((result, selected), known)
+            return state, result, *others, selected
 
         return jax.jit(on_all, donate_argnums=1)
 

@@ -50,9 +50,31 @@ class StepPlan:
         return not self.replays and any(request.return_selected for request in self.requests)
 
     @property
+    def reads_from_start(self) -> bool:
+        """Whether its rows are those of one prompt from its start."""
+        return self.mode is ForwardMode.EXTEND and len(self.requests) == 1 and self.starts[0] == 0
+
+    @property
     def drafts(self) -> int:
         """Draft tokens of each request, which TARGET_VERIFY verifies; 0 in the other modes."""
         return int(self.counts[0]) - 1 if self.mode is ForwardMode.TARGET_VERIFY else 0
+
+    @property
+    def known_counts(self) -> np.ndarray:
+        """int32 `[n]`: of each request the positions whose tokens can stay. A round of drafts may go past the last one
+        that a request replays."""
+        if not (self.replays and self.drafts):
+            return self.counts
+        ends = np.array([request.attended for request in self.requests], np.int32)
+        return np.minimum(self.counts, ends - self.starts)
+
+    def replayed(self, num_rows: int) -> np.ndarray:
+        """int32 `[layers that select, num_rows, k]`, what the rows attend to; −1 in those of padding, and in those
+        behind `known_counts`."""
+        parts = [r.selected[:, n : n + count] for r, n, count in zip(self.requests, self.starts, self.counts)]
+        ends = *self.counts[:-1], num_rows - int(self.counts[:-1].sum())  # of the last with the padding
+        padded = [np.pad(x, ((0, 0), (0, end - x.shape[1]), (0, 0)), constant_values=-1) for x, end in zip(parts, ends)]
+        return np.concatenate(padded, axis=1)
 
     def follows(self, before: StepPlan) -> bool:
         """Whether it decodes the requests of `before`, each a token further that the host has not read, and no more."""

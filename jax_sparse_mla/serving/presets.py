@@ -9,8 +9,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jax_sparse_mla.serving.files import path_in
-
 VOCABULARY = 256
 
 _YARN = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
@@ -138,9 +136,14 @@ V32_SLICE: Mapping[str, Any] = {
     "index_n_heads": 64,
     "index_topk": 2048,
 }
-# The models that benchmarks/serving.py measures: the small ones, a slice that is too large for most devices, and a
+# The models that benchmarks/serving.py measures: the small ones, slices that are too large for most devices, and a
 # model for several, with its weights as stored.
-BENCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {**CONFIGS, "v4-flash-slice": V4_FLASH_SLICE, "v4-flash": V4_FLASH}
+BENCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    **CONFIGS,
+    "v32-slice": V32_SLICE,
+    "v4-flash-slice": V4_FLASH_SLICE,
+    "v4-flash": V4_FLASH,
+}
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json", "vocab.json")
 
@@ -169,6 +172,8 @@ def load_tokenizer(folder: str, vocab_size: int):
       ValueError: it has one, and transformers is missing or does not load it; or it has none, and the vocabulary is
         smaller than that of bytes.
     """
+    from jax_sparse_mla.serving.files import path_in
+
     names = [name for name in TOKENIZER_FILES if os.path.lexists(Path(folder, name))]
     for name in names:
         path_in(Path(folder), name)  # refuses a link out of the folder

@@ -81,7 +81,8 @@ class Scheduler:
         self.counters = Counters()
         self.pool = self._new_pool()
         self._narrowest = smallest_bucket(spec)
-        self._widest = 0  # tokens that a request may come to, of all since there was none
+        # Tokens that a prompt has, and that a request may come to; of all since there was none.
+        self._longest_prompt = self._widest = 0
         self._served: dict[Request, None] = {}  # those whose end has not been told, in order
         self._raised: BaseException | None = None  # by a callback
         self._begin()
@@ -168,8 +169,6 @@ class Scheduler:
         given = "return_selected" if request.replay is None else "replay"
         if not self.selecting:
             raise ValueError(f"{name} has {given}, and this engine's layers return no selected positions")
-        if request.replay is not None and (steps := self.options.speculative_steps):
-            raise ValueError(f"{name} has replay, which needs speculative_steps 0, got {steps}")
         if request.row is not None:
             raise ValueError(f"{name} has {given}, and what an imported request has attended to is not known")
         if request.replay is not None:
@@ -185,7 +184,8 @@ class Scheduler:
             raise ValueError("the request's pages are not kept any more: import it again")
         # The last token is not read; the last drafts may pass it.
         whole = len(request.prompt) + request.max_new_tokens - 1 + self.options.speculative_steps
-        self._widest = whole if self.idle else max(self._widest, whole)
+        longest, widest = (0, 0) if self.idle else (self._longest_prompt, self._widest)
+        self._longest_prompt, self._widest = max(longest, len(request.prompt)), max(widest, whole)
         request.submitted, request.ended = True, None
         if request.row is None:
             self.waiting.append(request)
@@ -501,7 +501,7 @@ class Scheduler:
             counts=counts,
             tokens=np.array(tokens, np.int32),
             samples=np.array(samples),
-            max_seq_len=self._bucket(int((starts + counts).max())),
+            max_seq_len=self._bucket(mode, int((starts + counts).max())),
             mapped=self.pool.take_changes(),
             restored=restored,
             kept=kept,
@@ -535,12 +535,13 @@ class Scheduler:
     def _missing_pages(self, request: Request) -> int:
         return max(0, self._pages_for(request.prefill_len + 1) - len(self.pool.pages_of(request.row)))
 
-    def _bucket(self, max_len: int) -> int:
+    def _bucket(self, mode: ForwardMode, max_len: int) -> int:
         """The table width for `max_len` tokens: a power of two, so that few widths compile."""
         if self.options.batch_invariant:
             return self.pool.req_to_token.shape[1]
-        # By what requests may come to, so that their growth compiles nothing.
-        least = self._narrowest if self._widest <= self._narrowest else SMALLEST_BUCKET
+        # By what requests may come to in such steps, so that their growth compiles nothing.
+        most = self._longest_prompt if mode is ForwardMode.EXTEND else self._widest
+        least = self._narrowest if most <= self._narrowest else SMALLEST_BUCKET
         return min(max(least, power_of_two(max_len)), self.pool.req_to_token.shape[1])
 
 

@@ -72,7 +72,8 @@ def all_programs(engine: Engine) -> Iterator[tuple]:
     for width in widths:
         for choice in choices:
             for rows in chunks:
-                yield engine.key(ForwardMode.EXTEND, rows, 0, width, choice)
+                for expanded in (False, True) if engine.expands(rows, width) else (False,):
+                    yield engine.key(ForwardMode.EXTEND, rows, 0, width, choice, expanded=expanded)
             for count in requests:
                 yield engine.key(mode, count, drafts, width, choice)
 

@@ -60,6 +60,7 @@ class Program:
     hook: LogitsHook | None = None  # with Choice.ALL
     # As in `StepInputs`.
     gathered: bool | None = None
+    expanded: bool = False
     backend: str | None = None
     batch_invariant: bool = False
     context_parallel: int = 1  # as in `EngineOptions`
@@ -72,7 +73,8 @@ class Program:
     def fields(self) -> dict[str, tuple[int, ...]]:
         """The parts of the host's array, in order, and their shapes; all int32.
 
-        requests: rows of the tables (padding: any past the last), first positions, number of positions (padding: 0),
+        requests: rows of the tables (padding: any past the last), first positions, number of positions (padding: 0; of
+        a step of drafts that replays, of those whose positions the host gives: it keeps no token behind them),
         for draws also the seeds and the bits of temperature and top_p, and with a hook the lengths of the prompts and
         the bits of its parameters. changes: `RequestPool.take_changes`, padded
         with rows past the last. tokens: −1 is the row's latest token. rows: (position, row of the tables) of
@@ -109,7 +111,7 @@ def pack(
     if plan is None:
         return packed
     n = len(plan.requests)
-    requests[0, :n], requests[1, :n], requests[2, :n] = plan.rows, plan.starts, plan.counts
+    requests[0, :n], requests[1, :n], requests[2, :n] = plan.rows, plan.starts, plan.known_counts
     if program.choice is not Choice.GREEDY:
         sampling = [request.sampling for request in plan.requests]
         requests[3, :n] = np.array([s.seed & 0xFFFFFFFF for s in sampling], np.uint32).view(np.int32)
@@ -221,11 +223,10 @@ def _run_step(program: Program, params: Params, state: State, packed: jax.Array,
     if program.hook is not None:
         state = _count(state, tokens, positions, row_of, parts["requests"])
     if program.drafts:
-        return _draft_and_verify(program, params, state, tokens, parts)
+        return _draft_and_verify(program, params, state, tokens, parts, replayed)
     batch = _batch(program, program.mode, rows, starts + counts, _slots(state.tables, row_of, positions), counts)
     inputs = _inputs(program, state, batch, tokens, positions)
-    if program.replays or program.return_selected:
-        inputs = dataclasses.replace(inputs, selected=replayed, return_selected=program.return_selected)
+    inputs = _with_selected(program, inputs, replayed)
     out = program.model.forward(params, state.caches, inputs)
     last_rows = jnp.clip(jnp.cumsum(counts) - 1, 0, program.num_rows - 1)
     hidden = out.hidden[last_rows] if program.mode is ForwardMode.EXTEND else out.hidden
@@ -248,11 +249,14 @@ def _run_step(program: Program, params: Params, state: State, packed: jax.Array,
     return state, result, after, out.trace, logits if program.logits else None, out.selected
 
 
-def _draft_and_verify(program: Program, params: Params, state: State, tokens: jax.Array, parts: dict[str, jax.Array]):
+def _draft_and_verify(
+    program: Program, params: Params, state: State, tokens: jax.Array, parts: dict[str, jax.Array], replayed
+):
     """K drafts, then the whole model over the last token and the drafts: as `run_step`.
 
     Rejected tokens need no clean-up: rows behind a request's length are never read, and the next round writes them
-    again.
+    again. Where it replays, drafts are made as ever, by layers that select, and the model's rows attend to what is
+    given: the drafts of the run that gave it are made again.
     """
     rows, starts, counts = parts["requests"][:3]
     steps, live = program.drafts, counts > 0
@@ -264,8 +268,7 @@ def _draft_and_verify(program: Program, params: Params, state: State, tokens: ja
     # The mode adds the drafts to the lengths; a request of length 0 would be padding, but its prompt has been read.
     batch = _batch(program, ForwardMode.TARGET_VERIFY, rows, jnp.where(live, starts, 0), slots, None)
     inputs = _inputs(program, state, batch, drafts.reshape(-1), positions)
-    if program.return_selected:
-        inputs = dataclasses.replace(inputs, return_selected=True)
+    inputs = _with_selected(program, inputs, replayed)
     out = program.model.forward(params, state.caches, inputs)
     logits = program.model.logits(params, out.hidden)
     requests, outputs = jnp.repeat(parts["requests"], steps + 1, axis=1), None
@@ -276,6 +279,8 @@ def _draft_and_verify(program: Program, params: Params, state: State, tokens: ja
     chosen, *scores = _choose(program, logits, positions + 1, requests, outputs)
     chosen = chosen.reshape(-1, steps + 1)
     accepted = jnp.cumprod((drafts[:, 1:] == chosen[:, :-1]).astype(jnp.int32), 1).sum(1)
+    if program.replays:  # a row whose positions are not given has attended to nothing
+        accepted = jnp.minimum(accepted, jnp.maximum(counts - 1, 0))
     last = jnp.take_along_axis(chosen, accepted[:, None], 1)[:, 0]
     state = dataclasses.replace(state, caches=out.caches, last_tokens=state.last_tokens.at[rows].set(last, mode="drop"))
     if program.hook is not None:
@@ -372,11 +377,18 @@ def _inputs(program: Program, state: State, batch: ForwardBatch, tokens, positio
         tokens=jnp.where(live, tokens, 0),
         positions=jnp.where(live, positions, 0),
         gathered=program.gathered if batch.mode is ForwardMode.EXTEND else None,
+        expanded=program.expanded and batch.mode is ForwardMode.EXTEND,
         backend=program.backend,
         batch_invariant=program.batch_invariant,
         pages_axis=program.model.config.axis_name if program.context_parallel > 1 else None,
         trace=program.trace,
     )
+
+
+def _with_selected(program: Program, inputs: StepInputs, replayed: jax.Array | None) -> StepInputs:
+    if not (program.replays or program.return_selected):  # models of other projects may not take them
+        return inputs
+    return dataclasses.replace(inputs, selected=replayed, return_selected=program.return_selected)
 
 
 def _live_rows(batch: ForwardBatch) -> jax.Array:

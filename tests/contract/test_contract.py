@@ -203,6 +203,26 @@ def test_import_is_light_and_starts_no_backend():
     assert "jax_sparse_mla" in loaded and not set(FORBIDDEN.split()) & set(loaded)
 
 
+def test_names_come_when_they_are_asked_for():
+    """Each in a process that has asked for no other, and modules too; what there is none of raises."""
+    code = (
+        "import sys, jax_sparse_mla as mla\n"
+        "assert not {'jax', 'numpy'} & set(sys.modules), 'the package imports them by itself'\n"
+        "from jax_sparse_mla import activity, _public\n"
+        "for name in _public.__all__:\n"
+        "    assert name in dir(mla) and getattr(mla, name) is getattr(_public, name), name\n"
+        "for name in 'attention indexer indices kv_cache layers metadata models debug device serving'.split():\n"
+        "    assert getattr(mla, name) is sys.modules[f'jax_sparse_mla.{name}'], name\n"
+        "names = {}\n"
+        "exec('from jax_sparse_mla import *', names)\n"
+        "assert set(_public.__all__) <= set(names)\n"
+        "assert all(hasattr(mla.serving, name) and name in dir(mla.serving) for name in mla.serving.__all__)\n"
+        "assert not any(hasattr(of, name) for of in (mla, mla.serving) for name in ('none', '__wrapped__'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 # ---- every public array function jits ----
 
 

@@ -139,10 +139,11 @@ def graph_cases(graphs: ModuleType, v4: ModuleType, dsa: ModuleType, modes: Any)
 # --- sizes of serving ------------------------------------------------------------------------------
 
 V4_TOKENS_A_PAGE, V32_TOPK = 256, 2048
+SCATTERED = "scattered"  # a pattern of `scatter_v32`
 
 
 def served_v4_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:
-    """Decode steps of V4-Flash's sizes: `enlarge_v4` must have been called."""
+    """Decode steps and a prefill of V4-Flash's sizes: `enlarge_v4` must have been called."""
     own = kit.make_dsv4_cases("dsv4")[0]
     for batch, context in SERVED:
         for ratio in (0, 4, 128):
@@ -154,11 +155,20 @@ def served_v4_cases(kit: ModuleType, modes: Any) -> Iterator[Case]:
             else:
                 entries = batch * (context // V4_TOKENS_A_PAGE + 1) * V4_TOKENS_A_PAGE // ratio
                 yield Case(name, kit.run_dsv4_compress_attention_case, case, {"extra_entries": entries})
+    for ratio in (0, 4, 128):
+        name = f"served prefill of {CHUNK}, ratio {ratio}"
+        size = {"prefix_lens": (CHUNK,), "extend_lens": (CHUNK,), "attn_sink_value": 0.3}
+        case = dataclasses.replace(own, name=name, forward_mode=modes.EXTEND, compress_ratio=ratio, **size)
+        if ratio == 0:
+            yield Case(name, kit.run_dsv4_attention_case, case, {})
+        else:
+            options = {"extra_entries": 2 * CHUNK // ratio, "sparse_prefill": True}
+            yield Case(name, kit.run_dsv4_compress_attention_case, case, options)
 
 
 def served_dsa_cases(kit: ModuleType) -> Iterator[Case]:
     """Decode steps and a prefill of V3.2's sizes, with all heads and with those of one rank of eight, from FP8 and
-    bfloat16 rows."""
+    bfloat16 rows: `scatter_v32` must have been called."""
     own = next(case for case in kit.make_dsa_sparse_cases("dsa") if case.forward_mode.is_decode())
     options = {"index_topk": V32_TOPK, "index_pattern": "strided"}
     for kernel, fp8 in (("flashmla_kv", True), ("flashmla_sparse", False)):
@@ -169,16 +179,49 @@ def served_dsa_cases(kit: ModuleType) -> Iterator[Case]:
             yield Case(name, kit.run_dsa_sparse_attention_case, case, how)
     own = next(case for case in kit.make_dsa_sparse_cases("dsa") if not case.forward_mode.is_decode())
     for fp8, heads in itertools.product((True, False), (128, 16)):
-        how = options | {"dsa_prefill_backend": "flashmla_sparse", "fp8_kv_cache": fp8}
+        how = options | {"index_pattern": SCATTERED, "dsa_prefill_backend": "flashmla_sparse", "fp8_kv_cache": fp8}
         name = f"served prefill of {CHUNK}, {heads} heads, flashmla_sparse, {'fp8' if fp8 else 'bf16'}"
         case = dataclasses.replace(own, name=name, num_heads=heads, prefix_lens=(CHUNK,), extend_lens=(CHUNK,))
         yield Case(name, kit.run_dsa_sparse_attention_case, case, how)
 
 
+def scatter_v32(kit: ModuleType, torch: ModuleType) -> None:
+    """Lets each query choose positions of its own, by the pattern SCATTERED.
+
+    The kit's "strided" gives the queries of a chunk the same ones, and searches lists for it: nearly a minute of a
+    CPU for 2,048 queries of at most 4,096 tokens, for each side of each case.
+    """
+    of_kit = kit._make_dsa_sparse_topk_rows
+
+    def rows(case, *, index_topk: int = kit.DSA_SPARSE_INDEX_TOPK, pattern: str = "trailing") -> list[list[int]]:
+        if pattern != SCATTERED:
+            return of_kit(case, index_topk=index_topk, pattern=pattern)
+        seen = [
+            prefix + offset + 1
+            for prefix, length in zip(case.prefix_lens, case.input_lens, strict=True)
+            for offset in range(length)
+        ]
+        return scattered(torch, seen, index_topk).tolist()
+
+    kit._make_dsa_sparse_topk_rows = rows
+
+
+def scattered(torch: ModuleType, seen: list[int], width: int):
+    """int64 `[rows, width]`: of each row some of the first `seen` positions, in order, −1 behind them."""
+    counts = torch.tensor(seen)[:, None]
+    columns = max(width, *seen)
+    drawn = torch.rand(len(seen), columns, generator=torch.Generator().manual_seed(0))
+    drawn.masked_fill_(torch.arange(columns) >= counts, -1)
+    chosen = drawn.topk(width, sorted=False).indices
+    chosen = chosen.masked_fill(chosen >= counts, columns).sort().values
+    return chosen.masked_fill(chosen == columns, -1)
+
+
 def enlarge_v4(kit: ModuleType, torch: ModuleType) -> None:
     """Makes the kit's pools as large as a case needs, and lets each query of C4 choose entries of its own.
 
-    The kit has 1,024 slots, and all queries read the same first entries: few bytes, which stay in the L2.
+    The kit has 1,024 slots, and all queries read the same first entries: few bytes, which stay in the L2. Its prefill
+    has the entries of one page.
     """
     build, pool = kit.build_dsv4_attention_fixture, kit.DeepSeekV4TokenToKVPool
 
@@ -206,5 +249,20 @@ def enlarge_v4(kit: ModuleType, torch: ModuleType) -> None:
         indices = chosen(*old.shape, count, num_entries, old.device, old.dtype).clone()
         metadata.set_sparse_topk(ratio, page_indices=indices, topk_lengths=torch.full_like(lengths, count))
 
+    few = kit._seed_c4_sparse_prefill_indices
+
+    def choose_of_one_request(fixture, *, num_entries):
+        """Of a prompt alone, whose entry k lies in slot k."""
+        metadata, ratio = fixture.backend.forward_metadata.core_metadata, fixture.case.compress_ratio
+        if max(fixture.case.seq_lens) <= V4_TOKENS_A_PAGE:
+            return few(fixture, num_entries=num_entries)
+        raw, lengths = metadata.sparse_raw_indices(ratio), metadata.sparse_topk_lengths(ratio)
+        seen = (metadata.positions_casual + 1) // ratio
+        pages = metadata.page_table[0, : -(-max(fixture.case.seq_lens) // V4_TOKENS_A_PAGE)].tolist()
+        assert fixture.case.batch_size == 1 and pages == list(range(len(pages))), pages
+        chosen = scattered(torch, seen.tolist(), raw.shape[1]).to(raw.device, raw.dtype)
+        counts = seen.clamp(max=raw.shape[1]).to(lengths.dtype)
+        metadata.set_sparse_topk(ratio, page_indices=chosen.clone(), topk_lengths=counts, raw_indices=chosen)
+
     kit.build_dsv4_attention_fixture, kit.DeepSeekV4TokenToKVPool = fixture, larger
-    kit._seed_c4_sparse_indices = choose
+    kit._seed_c4_sparse_indices, kit._seed_c4_sparse_prefill_indices = choose, choose_of_one_request

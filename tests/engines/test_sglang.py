@@ -10,10 +10,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 from driver import ROOT, reported, skip_without
-from sglang_cases import DECODE, GATHER, PREFILL, V4_ERROR, V41_ERROR, most_error
+from sglang_cases import (
+    CHUNK,
+    DECODE,
+    GATHER,
+    PREFILL,
+    SCATTERED,
+    V4_ERROR,
+    V41_ERROR,
+    most_error,
+    scatter_v32,
+)
 
 pytestmark = [pytest.mark.torch, pytest.mark.no_gpu, skip_without("sglang")]
 
@@ -115,3 +127,22 @@ def test_the_graph_cases_of_the_gpu_form():
     rows = [line for line in done.stdout.splitlines() if line.startswith("graph: decode, ratio") and "{" in line]
     errors = [float(line.split()[5]) for line in rows if line.endswith("ours': 3}")]
     assert len(errors) == 3 and max(errors) < V4_ERROR
+
+
+def test_a_served_chunk_of_v32_chooses_positions_of_its_own_in_seconds():
+    """Rows of the kit's pattern are the same for all queries, and take nearly a minute of a CPU."""
+    kit = SimpleNamespace(DSA_SPARSE_INDEX_TOPK=4, _make_dsa_sparse_topk_rows=lambda case, **options: options)
+    torch = pytest.importorskip("torch")
+    scatter_v32(kit, torch)
+    case = SimpleNamespace(prefix_lens=(CHUNK, 3), input_lens=(CHUNK, 2))
+    assert kit._make_dsa_sparse_topk_rows(case) == {"index_topk": 4, "pattern": "trailing"}
+    start = time.process_time()  # of the kit's own rows 50 s
+    rows = torch.tensor(kit._make_dsa_sparse_topk_rows(case, index_topk=2048, pattern=SCATTERED))
+    assert time.process_time() - start < 20
+    assert rows.shape == (CHUNK + 2, 2048)
+    seen = torch.cat([CHUNK + 1 + torch.arange(CHUNK), 4 + torch.arange(2)])
+    assert ((rows >= 0).sum(1) == seen.clamp(max=2048)).all() and (rows.amax(1) < seen).all()
+    for row in (rows[0], rows[CHUNK - 1], rows[-1]):
+        chosen = row[row >= 0]
+        assert (chosen.diff() > 0).all()
+    assert (rows[0] != rows[1]).any()

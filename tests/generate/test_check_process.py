@@ -17,7 +17,7 @@ from hf_models import as_preset, small_v4_config, small_v32_config
 from sparse_mla_torch import check
 from sparse_mla_torch.check.process import Process
 
-from jax_sparse_mla.cli import endings, generate, main
+from jax_sparse_mla.cli import endings, generation, main
 from jax_sparse_mla.serving import presets
 
 
@@ -157,7 +157,7 @@ def test_however_a_command_ends_its_process_has_ended(capsys, monkeypatch, begun
             raise KeyboardInterrupt
         begun[0]._process.kill()
 
-    monkeypatch.setattr(generate, "_serve", serve)
+    monkeypatch.setattr(generation, "_serve", serve)
     model = ["--model", "/nowhere"] if ending == "refused" else ["--preset", "v32"]
     status = main(["generate", *model, "--prompt", "hello", "--chunk-size", "16"])
     out, err = capsys.readouterr()
@@ -172,7 +172,7 @@ def test_a_process_that_dies_in_the_comparison(capsys, monkeypatch, begun):
         begun[0]._process.kill()
         check._eager.agreeing(1, [1, 2])
 
-    monkeypatch.setattr(generate, "_serve", lambda *_: None)
+    monkeypatch.setattr(generation, "_serve", lambda *_: None)
     monkeypatch.setattr(check.Check, "load_arrays", lambda *_: None)
     monkeypatch.setattr(check.Check, "compare", compare)
     assert main(["generate", "--preset", "v32", "--prompt", "hello", "--chunk-size", "16"]) == 2

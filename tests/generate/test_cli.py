@@ -19,7 +19,7 @@ from jax_sparse_mla.attention import machine
 from jax_sparse_mla.attention.backend import BACKENDS
 from jax_sparse_mla.attention.hopper.prefill import alone
 from jax_sparse_mla.backend import KERNEL_UNUSABLE
-from jax_sparse_mla.cli import checks, doctor, generate, main, report, setup
+from jax_sparse_mla.cli import checks, doctor, generation, main, report, setup
 from jax_sparse_mla.serving import presets as texts
 from jax_sparse_mla.serving.model import Model
 from jax_sparse_mla.serving.speculative import Difference
@@ -329,7 +329,7 @@ def repeat_without_running(monkeypatch, reports):
             request.output = [0] * request.max_new_tokens
         return collections.Counter()
 
-    monkeypatch.setattr(generate, "_serve", serve)
+    monkeypatch.setattr(generation, "_serve", serve)
     monkeypatch.setattr(comparison, "compare_layers", lambda *_: reports)
     monkeypatch.setattr(comparison, "run_layers", lambda *_: {})
     monkeypatch.setattr(comparison, "count_agreeing_tokens", lambda *_: (0, 0))

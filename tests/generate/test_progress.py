@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jax_sparse_mla.cli.progress import Progress, Status
+from jax_sparse_mla.cli.progress import Progress
+from jax_sparse_mla.cli.status import Status
 from jax_sparse_mla.metadata import ForwardMode
 from jax_sparse_mla.models import DEEPSEEK_V32
 from jax_sparse_mla.serving.engine import Engine

@@ -42,6 +42,7 @@ from kv_oracle import (
     write_by_hand,
 )
 
+from jax_sparse_mla.indexer.keys import quantize_fp8
 from jax_sparse_mla.kv_cache import (
     KVLayout,
     PagedKV,
@@ -106,6 +107,13 @@ def test_quantize_ue8m0_follows_the_rule(maybe_jit, dtype, group):
     np.testing.assert_array_equal(np.asarray(scales).reshape(-1), np.array(exponents) + 127)
     expected = np.stack([e4m3(g, e) for g, e in zip(groups, exponents)])
     np.testing.assert_array_equal(np.asarray(values).view(np.uint8).reshape(-1, group), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("quantise", [functools.partial(quantize_ue8m0, group=64), quantize_fp8])
+def test_a_program_that_reads_fp8_values_back_has_them_rounded(quantise):
+    x = jax.device_put(mixed_rows(14, 128, 0))
+    values = jax.jit(lambda x: quantise(x)[0].astype(jnp.float32))(x)
+    np.testing.assert_array_equal(values, np.asarray(quantise(x)[0]).astype(np.float32))
 
 
 def test_quantize_ue8m0_zero_groups():

@@ -16,6 +16,24 @@ fault("loop-widens", "a loop widens the bfloat16 weights of all its layers at on
 fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_looped_layers.py")
 fault("loop-not", "an engine on a CPU compiles each layer",
       'device.platform == "cpu" and hasattr', 'device.platform == "no" and hasattr')
+fault = of("jax_sparse_mla/serving/deepseek_v32.py", "tests/serving/test_expanded.py")
+fault("expanded-causal", "rows attend to those behind them", "is_causal=True", "is_causal=False")
+fault("expanded-scale", "scores are scaled by the width of a key", "scale=spec.softmax_scale", "scale=None")
+fault("expanded-write", "the chunk's rows are not written", "cache = write_v32(cache, rows, inputs.batch, metadata)",
+      "pass")
+fault("expanded-shorter", "what selects is not all that a row sees", "max_seq_len <= config.spec.index_topk",
+      "max_seq_len <= 2 * config.spec.index_topk")
+fault = of("jax_sparse_mla/serving/mesh.py", "tests/serving/test_expanded.py")
+fault("expanded-share", "a share does what another one may", "all(expanded)", "any(expanded)")
+fault = of("jax_sparse_mla/serving/plan.py", "tests/serving/test_expanded.py")
+fault("expanded-rest", "the rest of a prompt attends to itself alone", "and self.starts[0] == 0", "")
+fault("expanded-two", "a prompt's rows attend to another's", "len(self.requests) == 1 and", "")
+fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_expanded.py")
+fault("expanded-chosen", "a chosen backend does not serve", "if chosen or options.batch_invariant:",
+      "if options.batch_invariant:")
+fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_scheduler.py")
+fault("width-answers", "answers widen the steps that read prompts", "most = self._longest_prompt if mode",
+      "most = self._widest if mode")
 fault = of("jax_sparse_mla/serving/sampling.py", "tests/serving/test_sampling.py")
 fault("sampling-seed", "the draws of a request are the same at each position",
       "jax.random.fold_in(jax.random.key(seed), position)", "jax.random.key(seed)")
@@ -172,7 +190,8 @@ fault("invariant-batch", "batch invariant decode steps are as large as their req
 fault("invariant-rows", "batch invariant chunks are as large as their prompts",
       "least = options.chunk_size if options.batch_invariant else SMALLEST_CHUNK", "least = SMALLEST_CHUNK")
 fault = of("jax_sparse_mla/serving/mesh.py", "tests/serving/test_scheduler.py")
-fault("mesh-modes", "over a mesh, modes take no turns", "(mode is self._last_mode, mode.value)", "mode.value")
+fault("mesh-modes", "over a mesh, kinds of steps take no turns",
+      "key=lambda kind: self._kinds.index(kind) if kind in self._kinds else -1", "key=wanted.index")
 fault = of("jax_sparse_mla/serving/checkpoint.py", "tests/serving/test_checkpoint.py")
 fault("checkpoint-name", "the down projection of released V4 files has no name", r'(r"\.w2\.", ".down_proj."),',
       r'(r"\.w2\.", ".down."),')
@@ -264,6 +283,13 @@ fault("text-waiting", "what is no UTF-8 waits for ever", "== MOST_WAITING:", "==
 fault("stops-end", "what is held back is lost", "        return self._held\n", '        return ""\n')
 fault("template-sandbox", "a chat template is not kept in a sandbox",
       "environment = ImmutableSandboxedEnvironment(", "environment = jinja2.Environment(")
+fault = of("jax_sparse_mla/cli/start.py", "tests/generate/test_first_lines.py")
+fault("first-line-late", "the first line waits for JAX", "import os\n\nfrom", "import os\n\nimport jax\n\nfrom")
+fault("first-line-plugin", "the driver's GPU is announced where JAX has no plug-in", " or not has_cuda_plugin()", "")
+fault = of("jax_sparse_mla/cli/setup.py", "tests/generate/test_first_lines.py")
+fault("first-line-stays", "a device that JAX does not use stays announced", "!= args.announced:", "is None:")
+fault = of("jax_sparse_mla/__init__.py", "tests/contract/test_contract.py")
+fault("lazy-package", "importing the package imports JAX", '__version__ = "0.1.0"', 'import jax; __version__ = "0.1.0"')
 fault = of("jax_sparse_mla/cli/listen.py", "tests/serving/test_server.py")
 fault("drain-at-once", "nothing is finished after a signal", "over = self.signals > 1 or", "over = True or")
 fault("drain-second", "a second signal is not heard", "over = self.signals > 1 or", "over =")
@@ -384,6 +410,14 @@ fault("use-rotary", "a block's queries turn as the first block's do",
       "of_block = table[:, block]", "of_block = table[:, : block.stop - block.start]")
 fault("use-shared", "GLM-5: a layer that shares attends to the first block's selection", "shared[:, block]",
       "shared[:, : block.stop - block.start]")
+fault = of("jax_sparse_mla/serving/mesh.py", "tests/serving/test_selected.py")
+fault("mesh-kinds", "over a mesh, only the latest kind of step is known to have had its turn",
+      "self._kinds = [kind for kind in self._kinds if kind != served] + [served]", "self._kinds = [served]")
+fault = of("jax_sparse_mla/serving/step.py", "tests/serving/test_selected.py")
+fault("replay-behind", "a round of drafts keeps tokens behind the last one that is replayed",
+      "    if program.replays:  # a row whose", "    if False:  # a row whose")
+fault("replay-drafts", "a verifying step selects although positions are given",
+      "    if not (program.replays or program.return_selected):", "    if not program.return_selected:")
 fault = of("interop/sparse_mla_torch/layers.py", "tests/torch_face/test_torch_layers.py")
 fault("torch-layer-weights", "torch's V3.2 layer: index weights go without the queries' scale",
       "rows.index_weights * scale,", "rows.index_weights,")

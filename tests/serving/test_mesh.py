@@ -16,11 +16,11 @@ def of_four_devices(request):
     return results(start(*chosen, devices=4))
 
 
+CASES = ["refusals", "windows", "v4", "context_parallel", "context_parallel_v4", "made_cut", "scales", "loaded"]
+
+
 @pytest.mark.always("refusals", "windows", "loaded")
-@pytest.mark.parametrize(
-    "case",
-    ["refusals", "windows", "v4", "context_parallel", "context_parallel_v4", "made_cut", "scales", "loaded"],
-)
+@pytest.mark.parametrize("case", [*CASES, "replayed"])
 def test_every_layout_gives_the_tokens_of_one_device(of_four_devices, case):
     """Requests and heads over two devices each."""
     assert of_four_devices[case] == "", of_four_devices[case]
@@ -34,7 +34,7 @@ def test_requests_over_four_devices():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", ["v4_heads", "v32", "glm53", "drafts_and_prefixes", "draft_layers"])
+@pytest.mark.parametrize("case", ["v4_heads", "v32", "glm53", "drafts_and_prefixes", "draft_layers", "replayed_drafts"])
 def test_other_models_and_steps_over_a_mesh(case):
     (failure,) = results(start(case, devices=4)).values()
     assert failure == "", failure
@@ -42,7 +42,8 @@ def test_other_models_and_steps_over_a_mesh(case):
 
 @pytest.mark.long
 def test_two_processes():
-    """Context parallel decode and an engine over two processes: both know all tokens, and one checks them."""
+    """Context parallel decode and an engine over two processes: both know all tokens, and one checks them. Both know
+    all selected positions too, by which they replay."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -52,4 +53,4 @@ def test_two_processes():
     finally:
         for process in processes:
             process.kill()
-    assert first == second and len(first) == 4
+    assert first == second and [len(part) for part in first] == [4, 4]

@@ -428,17 +428,22 @@ def test_page_tables_are_as_wide_as_what_is_selected_while_no_request_is_longer(
     assert smallest_bucket(DEEPSEEK_V32) == smallest_bucket(DEEPSEEK_V4_FLASH) == 2048
 
     def widths(*lengths):
-        return [plan.max_seq_len for plan in serve(scheduler, [Request([1] * n, 3) for n in lengths])]
+        """Those of steps that read prompts, and of steps that decode."""
+        plans = serve(scheduler, [Request([1] * n, 3) for n in lengths])
+        return [
+            [*dict.fromkeys(plan.max_seq_len for plan in plans if (plan.mode is ForwardMode.EXTEND) == reads)]
+            for reads in (True, False)
+        ]
 
-    assert set(widths(2046, 7)) == {2048}
-    assert set(widths(2047)) == set(widths(7, 2047)) == set(widths(2047, 7)) == {4096}
-    assert set(widths(7)) == {2048}
-    assert [*dict.fromkeys(widths(4095))] == [4096, 8192]
+    assert widths(2046, 7) == [[2048], [2048]]
+    assert widths(2047) == widths(7, 2047) == widths(2047, 7) == widths(2048) == [[2048], [4096]]
+    assert widths(7) == [[2048], [2048]]
+    assert widths(7, 2049) == widths(2049, 7) == [[4096], [4096]]
+    assert widths(4095) == [[4096], [4096, 8192]]
     options = dataclasses.replace(scheduler.options, speculative_steps=7)
     for length, width in (2039, 2048), (2040, 4096):  # the last drafts pass a request's end
         scheduler = Scheduler(DEEPSEEK_V32, options, VOCABULARY)
-        scheduler.submit(Request([1] * length, 3))
-        assert scheduler.plan(7).max_seq_len == width
+        assert widths(length) == [[2048], [width]]
 
 
 def test_a_request_larger_than_the_pool_is_refused():

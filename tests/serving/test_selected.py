@@ -43,10 +43,11 @@ OPTIONS = EngineOptions(chunk_size=32, max_batch=2, max_len=256, trace=True)
 LENGTHS, NEW = (100, 40), 6
 
 
-def engine_of(name, **changes):
+def engine_of(name, draft_layer=False, **changes):
     model = Model.from_config(MODELS[name][0])
     assert model.selecting_layers == MODELS[name][1]
-    return Engine(model, model.init_params(seed=0, dtype=jnp.bfloat16), dataclasses.replace(OPTIONS, **changes))
+    params = model.init_params(seed=0, dtype=jnp.bfloat16, draft_layer=draft_layer)
+    return Engine(model, params, dataclasses.replace(OPTIONS, **changes))
 
 
 def new_requests(lengths=LENGTHS, new=NEW, **fields):
@@ -64,6 +65,16 @@ def serve(engine, requests):
         for request, row in step.chosen():
             logits[request].append(row)
     return [np.stack(logits[id(request)]) for request in requests]
+
+
+def altered(selected, layer, at):
+    """Positions in which a layer attends to others at one token."""
+    selected = selected.copy()
+    row = selected[layer, at]
+    kept = row[row >= 0]
+    row[: len(kept)] = np.sort((kept + 1) % (kept.max() + 1))
+    row[: len(kept) // 2] = 0
+    return selected
 
 
 def all_selected(requests):
@@ -123,12 +134,8 @@ def test_other_positions_give_other_logits(first):
     engine, requests, _ = first
     at = requests[0].attended - 3  # is read by a decode step
     for layer in range(len(engine.model.selecting_layers)):
-        altered = requests[0].selected.copy()
-        row = altered[layer, at]
-        kept = row[row >= 0]
-        altered[layer, at, : len(kept)] = np.sort((kept + 1) % (kept.max() + 1))
-        altered[layer, at, : len(kept) // 2] = 0
-        (got,) = serve(engine, new_requests(LENGTHS[:1], replay=[altered], forced=tuple(requests[0].output)))
+        replay = altered(requests[0].selected, layer, at)
+        (got,) = serve(engine, new_requests(LENGTHS[:1], replay=[replay], forced=tuple(requests[0].output)))
         (same,) = serve(
             engine, new_requests(LENGTHS[:1], replay=all_selected(requests)[:1], forced=tuple(requests[0].output))
         )
@@ -243,6 +250,80 @@ def test_drafts_return_what_the_kept_rows_selected(name):
     assert len(margins) == new * len(LENGTHS) and not np.isnan(margins).any()
 
 
+def drafting_run(engine, requests, expected):
+    """Serves requests with the drafts of an oracle; the logits of each one's kept rows."""
+    engine.propose = DraftOracle(expected, 0.7, seed=1).propose
+    logits, before = {id(request): [] for request in requests}, {}
+
+    def keep(plan, _):
+        step = next(step for step in engine.trace if step.plan is plan)
+        rows = np.asarray(step.logits).reshape(len(step.batch.seq_lens), plan.drafts + 1, -1)
+        for request, own in zip(plan.requests, rows):
+            kept = len(request.output) - before.get(id(request), 0)
+            logits[id(request)] += list(own[:kept])
+            before[id(request)] = len(request.output)
+
+    engine.run(requests, keep)
+    return [np.stack(logits[id(request)]) for request in requests]
+
+
+@pytest.mark.always("v32")
+@pytest.mark.parametrize("name", ["v32", "v4", "glm5", "v32 with a draft layer"])
+def test_a_replayed_run_with_drafts_equals_the_first_to_the_bit(name):
+    """Its verifying steps attend to what is given, whatever was drafted, and its drafts are those of the first run."""
+    name, *layer = name.split(" with ")
+    plain, new = engine_of(name), 14
+    expected = new_requests(new=new)
+    plain.run(expected)
+    engine = engine_of(name, draft_layer=bool(layer), speculative_steps=2)
+    requests = new_requests(new=new, return_selected=True)
+    logits, accepted = drafting_run(engine, requests, expected), engine.accepted
+    assert accepted[0] and accepted[1] + accepted[2], accepted
+    other = engine.with_options(seed=1)
+    again = new_requests(new=new, replay=all_selected(requests))
+    for got, want in zip(drafting_run(other, again, expected), logits, strict=True):
+        assert len(got) == new
+        np.testing.assert_array_equal(got, want)
+    assert [r.output for r in again] == [r.output for r in requests] and other.accepted == accepted
+    assert all(program.replays for program in other.routes)
+    # Other positions of a token that a verifying step reads change the logits from there on.
+    for layer, place in itertools.product(range(len(engine.model.selecting_layers)), (0, 5)):
+        replay = altered(requests[0].selected, layer, len(requests[0].prompt) + place)
+        given = (new_requests(LENGTHS[:1], new, replay=[x]) for x in (replay, requests[0].selected))
+        changed, same = (drafting_run(other, x, expected)[0] for x in given)
+        np.testing.assert_array_equal(changed[: place + 1], same[: place + 1])
+        assert (changed[place + 1] != same[place + 1]).any()
+
+
+@pytest.mark.always("v32")
+@pytest.mark.parametrize("name", ["v32", "v4"])
+def test_a_round_of_drafts_keeps_no_token_behind_the_last_that_is_replayed(name):
+    """Those behind it select: every row attends to what is given, or to what its step has selected."""
+    plain, new, given = engine_of(name), 14, 6
+    expected = new_requests(LENGTHS[:1], new, return_selected=True)
+    plain.run(expected)
+    length = len(expected[0].prompt) + given
+    replay = np.where(np.arange(length)[:, None] >= length - given, np.int32(-1), expected[0].selected[:, :length])
+    replay[:, length - given :, 0] = np.arange(given)  # none would be selected
+    expected = new_requests(LENGTHS[:1], new, replay=[replay])
+    plain.run(expected)
+    engine = engine_of(name, speculative_steps=3)
+    engine.propose = DraftOracle(expected, 1, seed=1).propose
+    (request,), plans = new_requests(LENGTHS[:1], new, return_selected=True, replay=[replay]), []
+    engine.run([request], lambda plan, _: plans.append(plan))
+    np.testing.assert_array_equal(request.selected[:, :length], replay)
+    assert request.selected.shape[1] == len(request.tokens) - 1
+    rounds = [(plan.replays, int(plan.starts[0]) - len(request.prompt)) for plan in plans if plan.drafts]
+    replayed, selecting = ([start for replays, start in rounds if replays is own] for own in (True, False))
+    assert max(replayed) < given - 1 and min(selecting) == given, rounds  # the last one drafted past the known ones
+    for step in engine.trace:
+        for at, row in zip(step.positions, range(len(step.positions))):
+            for i, layer in enumerate(engine.model.selecting_layers):
+                if step.plan.replays and at < length:
+                    np.testing.assert_array_equal(step.selected(layer)[row], replay[i, at])
+    assert (request.selected[:, length:] >= 0).sum() > 8 * request.selected[:, length:].shape[1]
+
+
 def test_what_is_refused():
     options = EngineOptions(max_batch=2, max_len=64)
     scheduler = Scheduler(DEEPSEEK_V32, options, 256, selecting=3)
@@ -255,21 +336,15 @@ def test_what_is_refused():
     for replay in (good[0], good.astype(np.int64), good.tolist()):
         with pytest.raises(TypeError, match=r"Request: replay must be int32 \[layers that select, tokens, k\]"):
             Request([1], 2, replay=replay)
-    drafting = Scheduler(DEEPSEEK_V32, dataclasses.replace(options, speculative_steps=2), 256, selecting=3)
     none = Scheduler(DEEPSEEK_V32, options, 256)
-    drafting.check(Request([1], 2, return_selected=True))
-    with pytest.raises(ValueError, match="has replay, which needs speculative_steps 0, got 2"):
-        drafting.check(Request([1], 2, replay=good))
     for fields in ({"return_selected": True}, {"replay": good}):
         name = next(iter(fields))
         with pytest.raises(ValueError, match=f"has {name}, and this engine's layers return no selected positions"):
             none.check(Request([1], 2, **fields))
         with pytest.raises(ValueError, match=f"has {name}, and what an imported request has attended to"):
             scheduler.check(Request([1], 2, row=0, computed=1, **fields))
-        with pytest.raises(
-            ValueError, match="has return_selected or replay, which an engine over a mesh does not serve"
-        ):
-            Schedulers([scheduler]).submit(Request([1], 2, **fields))
+        with pytest.raises(ValueError, match=f"has {name}, and this engine's layers return no selected positions"):
+            Schedulers([none]).submit(Request([1], 2, **fields))
 
 
 @pytest.mark.parametrize("prompts", [(10, 10, 10, 10), (10, 10, 10, 200)])
@@ -289,3 +364,26 @@ def test_a_step_replays_all_of_its_rows_or_none(prompts):
     for request in requests:
         at = [i for i, (decodes, those) in enumerate(served) if decodes and id(request) in those]
         assert max(b - a for a, b in itertools.pairwise(at)) <= 4  # a step of the other kind, and chunks between
+
+
+def test_kinds_of_steps_take_turns_over_shares():
+    """A step of all shares has one mode, and replays or selects; no share waits for more than a step of each kind."""
+    options = EngineOptions(max_batch=4, max_len=512, chunk_size=8)
+    schedulers = Schedulers([Scheduler(DEEPSEEK_V32, options, 256, selecting=1) for _ in range(3)])
+    given = np.zeros((1, 400, DEEPSEEK_V32.index_topk), np.int32)
+    # Of each share one request: that replays a long prompt, that reads one, and that decodes by replay.
+    requests = [Request([1] * 300, 8, replay=given), Request([1] * 300, 8), Request([1] * 4, 60, replay=given)]
+    for request in requests:
+        schedulers.submit(request)
+    served, kinds = [], set()
+    while (plan := schedulers.plan()) is not None:
+        parts = [part for part in plan.parts if part]
+        kinds.add((plan.mode, plan.replays))
+        assert {(part.mode, part.replays) for part in parts} == {(plan.mode, plan.replays)}
+        served.append({id(request) for part in parts for request in part.requests})
+        tokens = [[1] if sampled else [] for sampled in plan.samples]
+        schedulers.complete(plan, tokens, [[1.0] * len(row) for row in tokens])
+    assert len(kinds) == 4 and all(len(request.output) == request.max_new_tokens for request in requests)
+    for request in requests:
+        at = [i for i, those in enumerate(served) if id(request) in those]
+        assert max(b - a for a, b in itertools.pairwise(at)) <= len(kinds), at

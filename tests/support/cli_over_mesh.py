@@ -19,13 +19,13 @@ import jax
 from serving_over_mesh import V32, WINDOWS, write_v4
 from virtual_devices import run_cases
 
-from jax_sparse_mla.cli import generate, main
+from jax_sparse_mla.cli import main, setup
 from jax_sparse_mla.cli.setup import MeshSetup
 from jax_sparse_mla.serving import memory, presets
 from jax_sparse_mla.serving.engine import Engine
 
 presets.CONFIGS = {**presets.CONFIGS, "v4": WINDOWS, "v32": V32}
-generate.keep_programs = lambda: None
+setup.keep_programs = lambda: None
 GENERATE = ["generate", "--prompt", "hello to all of the world", "--max-new-tokens", "4", "--chunk-size", "32"]
 GENERATE += ["--verbose"]
 

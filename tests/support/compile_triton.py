@@ -46,7 +46,8 @@ from jax_sparse_mla.metadata.triton import schedules, window
 from jax_sparse_mla.metadata.triton import v4 as metadata
 from jax_sparse_mla.metadata.triton import v32 as metadata_v32
 from jax_sparse_mla.models import DEEPSEEK_V4_FLASH, DEEPSEEK_V32
-from jax_sparse_mla.serving import hyper_connections_triton, quantised_triton
+from jax_sparse_mla.serving import heads_triton, hyper_connections_triton, quantised_triton
+from jax_sparse_mla.serving.heads import Part
 
 _POINTERS = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32", "uint8": "*u8"}
 OPTIONS = "num_warps", "num_stages", "maxnreg"  # Triton's, among a kernel's constants
@@ -379,6 +380,13 @@ def kv_cases(capability):
         static = {"norm_eps": 1e-6, "eps": 1e-6, "iterations": 20}
         hyper_connections_triton.block_input(record, streams, *weights, *before[: 3 * joined], **static)
         yield from record.cases
+    latents = (1536, [Part(0, 1, 1024, 0, True), Part(1024, 1, 512, 64, True)], [Array((1024,)), Array((512,))])
+    heads = 40_960, [Part(0, 64, 512, 64, True), Part(32_768, 64, 128, 64, False)], []
+    for columns, parts, norms in (latents, heads, (32_768, heads[1][:1], [])):
+        record, given = Recorder(capability), (Array((3,), "int32"), Array((32,)))
+        x = Array((3, columns), "bfloat16")
+        heads_triton.normed_and_rotated(record, x, *given, *norms, parts=tuple(parts), eps=1e-6)
+        yield f"normed_and_rotated {columns} {len(parts)}", *record.cases[0][1:]
 
 
 DRAFT_LAYER = dataclasses.replace(DEEPSEEK_V4_FLASH, compress_ratios=(0,))

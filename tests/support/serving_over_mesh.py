@@ -261,6 +261,41 @@ def draft_layers():
         np.testing.assert_allclose(states, wanted, atol=0.01 * wanted.std())
 
 
+def replayed(steps=0):
+    """Shares return what their rows attend to, and a replayed run equals the first to the bit, whichever share serves a
+    request, and beside requests that select. Positions from one device serve as well."""
+    options = dataclasses.replace(OPTIONS, speculative_steps=steps, batch_invariant=True)
+    model = Model.from_config(V32 | dict(num_hidden_layers=1))
+    params = model.init_params(seed=0, dtype=jnp.float32)
+    one, engine = Engine(model, params, options), over(model, params, mesh_of(2, 2), options)
+
+    def asked(count=6, replay=None, **fields):
+        given = replay or [None] * count
+        return [Request(r.prompt, NEW, replay=x, **fields) for r, x in zip(requests(count), given, strict=True)]
+
+    expected, first = (served(x, asked(return_selected=True)) for x in (one, engine))
+    assert_same_tokens(first, expected)
+    assert all(r.selected.shape == (1, len(r.tokens) - 1, 32) for r in first)
+    same = [np.array_equal(a.selected, b.selected) for a, b in zip(first, expected)]
+    assert sum(same) > 3, same  # rounding may change a selection
+    lows = [0, 3]  # those of one share, which alone select
+    mixed = [None if i in lows else r.selected for i, r in enumerate(first)]
+    for given in ([r.selected for r in first], mixed):
+        again = served(engine, asked(replay=given, return_selected=True))
+        for ours, theirs in zip(again, first):
+            assert ours.output == theirs.output and ours.margins == theirs.margins
+            np.testing.assert_array_equal(ours.selected, theirs.selected)
+    assert {program.replays for program in engine.routes} == {True, False}
+    assert_same_tokens(served(engine, asked(replay=[r.selected for r in expected])), expected)
+    hostile = [np.where(np.arange(32) == 0, 0, np.full_like(r.selected, -1)) for r in first]  # the first token alone
+    changed = served(engine, asked(replay=hostile))
+    assert all(a.margins != b.margins for a, b in zip(changed[2:], first[2:]))
+
+
+def replayed_drafts():
+    replayed(steps=2)
+
+
 def made_cut():
     """Random parameters that each device makes for itself are those of one device, cut; none has one whole that is."""
     # Four devices can share the output projection of V4's config, but not its scales.
@@ -361,6 +396,8 @@ _CASES = (
     v32,
     drafts_and_prefixes,
     draft_layers,
+    replayed,
+    replayed_drafts,
     context_parallel,
     context_parallel_v4,
     made_cut,
@@ -403,7 +440,14 @@ def over_processes(index, port):
     mine = served(over(model, params, mesh_of(2, 2)), requests(4))
     if index == 0:
         assert_same_tokens(mine, served(Engine(model, params, OPTIONS), requests(4)))
-    report([request.output for request in mine])
+    # Every process knows what the rows of all shares have attended to, and gives it to all devices.
+    model = Model.from_config(V32 | dict(num_hidden_layers=1))
+    engine = over(model, model.init_params(seed=0, dtype=jnp.float32), mesh_of(2, 2))
+    first = served(engine, [Request(r.prompt, NEW, return_selected=True) for r in requests(4)])
+    again = served(engine, [Request(r.prompt, NEW, replay=r.selected) for r in first])
+    assert [r.margins for r in again] == [r.margins for r in first]
+    assert all(r.selected.shape == (1, len(r.tokens) - 1, 32) for r in first)
+    report([[request.output for request in mine], [request.selected.tolist() for request in first]])
     # Both have said what they have. Now and then jaxlib's coordination service aborts where it is shut down in order.
     multihost_utils.sync_global_devices("both have printed")
     os._exit(0)

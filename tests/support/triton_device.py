@@ -32,7 +32,7 @@ def tensor(x: np.ndarray) -> torch.Tensor:
     """A copy of the array on the device under test, in torch's memory: numpy's is less aligned."""
     if x.dtype in _BY_BITS:
         bits, dtype = _BY_BITS[x.dtype]
-        return torch.tensor(x.view(bits), device=DEVICE).view(dtype)
+        return torch.tensor(np.array(x).view(bits), device=DEVICE).view(dtype)
     return torch.tensor(np.asarray(x), device=DEVICE)
 
 

@@ -127,6 +127,19 @@ def test_the_table_is_one_that_the_command_writes():
             assert int(heads) > 0 and times and all(min(numbers) > 0 for numbers in times)
 
 
+@pytest.mark.parametrize("heads", [64, 128])
+def test_window_layers_are_measured_in_small_steps(heads):
+    """V4's layers of one cache and 128 columns: FlashMLA was faster for some rows, which the table must tell apart."""
+    (family,) = (x for x in benchmark.decode_families() if x[0]["model"] == "V4 window")
+    facts, measures = family
+    assert facts["columns"] == 128 and facts["extra_page_size"] is None
+    assert {rows for of_heads, rows in measures if of_heads == heads} == {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256}
+    for rows in (1, 48, 128):
+        (measure,) = measures[heads, rows]
+        (case,) = measure.args
+        assert (case.heads, case.batch * case.q_len, case.columns) == (heads, rows, (128,)) and len(case.layouts) == 1
+
+
 def test_a_part_that_is_measured_again_renews_its_rows_alone():
     family = {"model": "V4", "phase": "prefill", "layout": "V4_BF16", "columns": 640, "extra_page_size": None}
     before = [family | {"device": "a", "commit": "b", "times": {"64": [[1, 2, 3], [4, 5, 6]], "8": [[1, 1, 1]]}}]

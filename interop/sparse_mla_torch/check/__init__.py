@@ -14,12 +14,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
 from jax_sparse_mla.cli.checks import CheckResult
 from jax_sparse_mla.packages import version
-from jax_sparse_mla.serving.checkpoint import canonical_name
 from sparse_mla_torch.check.process import Process
 
 OLDEST_TRANSFORMERS = (5, 23)  # as the extra `hf` asks for
@@ -52,9 +48,14 @@ class Check:
         """Loads transformers' model; raises OSError or ValueError for a checkpoint that transformers cannot load."""
         self._eager.load(folder)
 
-    def load_arrays(self, model: Any, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    def load_arrays(self, model: Any, config: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Builds transformers' model from a config and the arrays of which `model` is made; on the GPU if JAX runs
         there and torch has it too."""
+        import jax  # not with this module: the command says what it does before it imports JAX
+        import numpy as np
+
+        from jax_sparse_mla.serving.checkpoint import canonical_name
+
         names = {name: canonical_name(name, model.config) for name in self._eager.build(dict(config))}
         float32 = {name: arrays[stored].astype(np.float32) for name, stored in names.items() if stored is not None}
         self._eager.fill(float32, jax.default_backend() == "gpu")
