@@ -432,7 +432,7 @@ class MeshEngine(Engine):
 
         def of_device(params: Params, state: State, *given: jax.Array):
             *others, selected = steps.run_step(program, params, state, *given)
-            if selected is not None:  # the indexer is whole on every device: shard_map does not know that all agree
+            if selected is not None:  # every device has chosen the same ones, which shard_map does not know
                 selected = jax.lax.pmax(selected, HEADS)
             return *others, selected
 

@@ -198,7 +198,8 @@ def share_pages(config, shape, options, prompts, new):
     model = Model.from_config(config)
     params = model.init_params(seed=0, dtype=jnp.float32, draft_layer=bool(options.speculative_steps))
     plain = dataclasses.replace(options, num_pages=None, speculative_steps=0, reuse_points=0)
-    expected = served(Engine(model, params, plain), [Request(prompt, new) for prompt in prompts])
+    one = Engine(model, params, plain)
+    expected = served(one, [Request(prompt, new) for prompt in prompts])
     options = dataclasses.replace(options, context_parallel=shape[1])
     mesh = Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), (REQUESTS, HEADS))
     engine = over(model, params, mesh, options)
@@ -210,6 +211,8 @@ def share_pages(config, shape, options, prompts, new):
             assert ours.output[:until] == theirs.output[:until], (ours.output, theirs.output, theirs.margins)
             if until == new and not options.speculative_steps:
                 np.testing.assert_allclose(ours.margins, theirs.margins, atol=ROUNDING)
+    ours, theirs = (served(each, [Request(prompts[0], 2, return_selected=True)])[0] for each in (engine, one))
+    np.testing.assert_array_equal(ours.selected, theirs.selected)
     for share in engine.scheduler.shares:
         pool = share.pool
         assert len(pool.pages.free) + len(pool.pages.idle) == pool.num_pages - 1
