@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,7 +29,6 @@ def sparse_mla_extend(
     softmax_scale: float,
     attn_sink: jax.Array | None = None,
     workspace: jax.Array | None = None,
-    pages_axis: AxisName | None = None,
     backend: str | None = None,
     batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -49,8 +50,6 @@ def sparse_mla_extend(
       workspace: bfloat16 `[≥ plan.workspace_rows, qk_dim]`, a buffer to gather into; its rows past the plan's are left
         alone and never read. Best left out under `jit`: the compiler then gives the layers of a program one buffer in
         turn, which nothing zeroes, whereas an argument that more than one call gathers into is copied for each.
-      pages_axis: the mesh axis over which the pages of compressed_cache are cut, as in `context_parallel_decode`, under
-        `jax.shard_map`: its rows come from all devices, and the workspace is whole on each (static).
       backend, batch_invariant: as in `sparse_mla_prefill`.
 
     Returns:
@@ -61,6 +60,26 @@ def sparse_mla_extend(
       TypeError, ValueError: wrong dtypes or shapes, a cache that the plan's ratio needs and is missing, or the
         reverse.
     """
+    caches = swa_cache, compressed_cache
+    options = {"backend": backend, "batch_invariant": batch_invariant}
+    return extend(q, plan, *caches, topk_positions, softmax_scale, attn_sink, workspace, **options)
+
+
+def extend(
+    q: jax.Array,
+    plan: PrefillPlan,
+    swa_cache: PagedKV,
+    compressed_cache: PagedKV | None,
+    topk_positions: jax.Array | None,
+    softmax_scale: float,
+    attn_sink: jax.Array | None,
+    workspace: jax.Array | None = None,
+    pages_axis: AxisName | None = None,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """As `sparse_mla_extend`. `pages_axis` is the mesh axis over which the pages of compressed_cache are cut, as in
+    `context_parallel_decode`, under `jax.shard_map`: its rows come from all devices, and the workspace is whole on
+    each (static)."""
     check = ArgumentChecks("sparse_mla_extend")
     if not isinstance(plan, PrefillPlan):
         raise TypeError(f"{check.function}: plan must be a PrefillPlan, got {type(plan).__name__}")
@@ -114,8 +133,7 @@ def sparse_mla_extend(
         softmax_scale=softmax_scale,
         topk_length=lengths,
         attn_sink=attn_sink,
-        backend=backend,
-        batch_invariant=batch_invariant,
+        **options,
     )
     return out, lse
 
