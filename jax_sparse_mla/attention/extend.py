@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -58,37 +60,26 @@ def sparse_mla_extend(
       TypeError, ValueError: wrong dtypes or shapes, a cache that the plan's ratio needs and is missing, or the
         reverse.
     """
-    return extend_over_pages(
-        q,
-        plan,
-        swa_cache,
-        compressed_cache,
-        topk_positions,
-        softmax_scale=softmax_scale,
-        attn_sink=attn_sink,
-        workspace=workspace,
-        pages_axis=None,
-        backend=backend,
-        batch_invariant=batch_invariant,
-    )
+    caches = swa_cache, compressed_cache
+    options = {"backend": backend, "batch_invariant": batch_invariant}
+    return extend(q, plan, *caches, topk_positions, softmax_scale, attn_sink, workspace, **options)
 
 
-def extend_over_pages(
+def extend(
     q: jax.Array,
     plan: PrefillPlan,
     swa_cache: PagedKV,
     compressed_cache: PagedKV | None,
     topk_positions: jax.Array | None,
-    *,
     softmax_scale: float,
     attn_sink: jax.Array | None,
     workspace: jax.Array | None = None,
-    pages_axis: AxisName | None,
-    backend: str | None,
-    batch_invariant: bool,
+    pages_axis: AxisName | None = None,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """`sparse_mla_extend`, where the pages of compressed_cache may be cut over a mesh axis, as in
-    `context_parallel_decode`: its rows come from all devices, and the workspace is whole on each."""
+    """As `sparse_mla_extend`. `pages_axis` is the mesh axis over which the pages of compressed_cache are cut, as in
+    `context_parallel_decode`, under `jax.shard_map`: its rows come from all devices, and the workspace is whole on
+    each (static)."""
     check = ArgumentChecks("sparse_mla_extend")
     if not isinstance(plan, PrefillPlan):
         raise TypeError(f"{check.function}: plan must be a PrefillPlan, got {type(plan).__name__}")
@@ -100,6 +91,8 @@ def extend_over_pages(
     softmax_scale = static_scale(check, softmax_scale)
     attn_sink = check.optional("attn_sink", attn_sink, ("heads",), FLOAT32)
     workspace = check.optional("workspace", workspace, ("workspace rows", layout.qk_dim), (jnp.bfloat16,))
+    if workspace is not None and pages_axis is not None:
+        raise check.fail("workspace must be None with pages_axis: the rows of other devices do not come into a buffer")
     if workspace is not None and workspace.shape[0] < plan.workspace_rows:
         raise check.fail(f"workspace must have at least {plan.workspace_rows} rows, got {workspace.shape[0]}")
     if (compressed_cache is None) != (plan.compress_ratio == 0):
@@ -140,8 +133,7 @@ def extend_over_pages(
         softmax_scale=softmax_scale,
         topk_length=lengths,
         attn_sink=attn_sink,
-        backend=backend,
-        batch_invariant=batch_invariant,
+        **options,
     )
     return out, lse
 

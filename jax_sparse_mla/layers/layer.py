@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_sparse_mla.attention import context_parallel_decode, sparse_mla_decode
-from jax_sparse_mla.attention.extend import extend_over_pages
+from jax_sparse_mla.attention.extend import extend
 from jax_sparse_mla.indexer.candidates import index_topk_and_blocks, index_topk_in_blocks
 from jax_sparse_mla.indexer.logits import IndexKeys, as_index_keys, logits_of, quantize_index_q
 from jax_sparse_mla.indexer.select import SCRATCH_BYTES, in_chunks, logits_at_once, rows_at_once, selected_positions
@@ -95,14 +95,14 @@ def windowed_layer(
     compressed = None if kind.ratio == 0 else compressed_source.compressed
     positions = selection.positions if kind.selected else None
     if step.plan is not None:
-        out, _ = extend_over_pages(
+        out, _ = extend(
             rows.q,
             step.plan,
             cache.swa,
             compressed,
             positions,
-            softmax_scale=spec.softmax_scale,
-            attn_sink=attn_sink,
+            spec.softmax_scale,
+            attn_sink,
             pages_axis=pages_axis,
             backend=options.backend,
             batch_invariant=options.batch_invariant,

@@ -29,8 +29,8 @@ fault = of("jax_sparse_mla/serving/plan.py", "tests/serving/test_expanded.py")
 fault("expanded-rest", "the rest of a prompt attends to itself alone", "and self.starts[0] == 0", "")
 fault("expanded-two", "a prompt's rows attend to another's", "len(self.requests) == 1 and", "")
 fault = of("jax_sparse_mla/serving/engine.py", "tests/serving/test_expanded.py")
-fault("expanded-chosen", "a chosen backend does not serve", "if chosen or options.batch_invariant:",
-      "if options.batch_invariant:")
+fault("expanded-chosen", "a chosen backend does not serve", "if chosen or options.batch_invariant",
+      "if options.batch_invariant")
 fault = of("jax_sparse_mla/serving/scheduler.py", "tests/serving/test_scheduler.py")
 fault("width-answers", "answers widen the steps that read prompts", "most = self._longest_prompt if mode",
       "most = self._widest if mode")
@@ -76,7 +76,7 @@ fault("preemption-order", "the first request is preempted, not the last",
 fault("admission-reserved", "admission ignores what running prompts will need: requests preempt each other for ever",
       "reserved + needed + reused > self.pool.pages.available", "needed + reused > self.pool.pages.available")
 fault("admission-reread", "a preempted request comes back without a reserve",
-      "needed += len(self.running)", "needed += 0")
+      "needed += turns(1) * len(self.running)", "needed += 0")
 fault("turns-prompts-first", "nobody decodes while there is a prompt to read",
       "if prefill and not (ready and self._read_last):", "if prefill:")
 fault("turns-prompts-last", "no prompt is read while somebody decodes",
