@@ -154,7 +154,7 @@ def export_request(engine: Engine, request: Request, path: str | os.PathLike) ->
       ValueError: the request is not being served, or nothing of it is cached yet; it has parameters of a hook on logits
         (`adjust`); a model without a file format.
     """
-    _check_model("export_request", engine)
+    _check_engine("export_request", engine)
     engine.wait()  # all tokens but the last are cached, and the host must know which one that is
     if request.row is None or not request.computed:
         raise ValueError("export_request: the request must be in service, with tokens cached")
@@ -192,7 +192,7 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
         engine's; no sampling or end tokens, or none that a request takes. Nothing has changed then.
       RuntimeError: the engine has no free row.
     """
-    _check_model("import_request", engine)
+    _check_engine("import_request", engine)
     description, tensors = _read_file(path)
     for name, here in _cache_description(engine).items():
         if (there := description.get(name)) != here:
@@ -222,7 +222,7 @@ def import_request(engine: Engine, path: str | os.PathLike, max_new_tokens: int)
     return request
 
 
-def _check_model(function: str, engine: Engine) -> None:
+def _check_engine(function: str, engine: Engine) -> None:
     if engine.options.context_parallel > 1:
         raise ValueError(f"{function}: no device has all pages of a request, which context_parallel shares among them")
     if engine.spec.kind().pool > 1:

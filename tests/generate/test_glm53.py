@@ -84,7 +84,7 @@ def test_what_carried_states_rule_out():
         cut_model(model, params, devices)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     assert cut_model(model, params, mesh)[0] is model
-    engine = types.SimpleNamespace(spec=model.spec)
+    engine = types.SimpleNamespace(spec=model.spec, options=EngineOptions())
     with pytest.raises(ValueError, match="export_request: the file has no place for the states of pools and linear"):
         handover.export_request(engine, None, "nowhere")
     with pytest.raises(ValueError, match="import_request: the file has no place for the states of pools and linear"):

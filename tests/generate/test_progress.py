@@ -40,7 +40,7 @@ class SleepingEngine(Engine):
 
     def __init__(self, options):
         self._device = ThreadPoolExecutor(1)
-        super().__init__(SimpleNamespace(spec=DEEPSEEK_V32, vocab_size=256), None, options)
+        super().__init__(SimpleNamespace(spec=DEEPSEEK_V32, config=None, vocab_size=256), None, options)
 
     def _place(self, params):
         return None, None

@@ -21,7 +21,7 @@ class Counting:
 
     has_draft_layer: bool
     spec = DEEPSEEK_V32
-    vocab_size = 64
+    vocab_size, config = 64, None
 
     def new_caches(self, **_):
         return ()

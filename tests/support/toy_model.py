@@ -23,6 +23,7 @@ class ToyModel:
     ratios: tuple[int, ...] = (0, 4)
     vocab_size: int = 256
     eos_token_ids: tuple[int, ...] = ()
+    config: None = None
 
     @property
     def num_layers(self):
